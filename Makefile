@@ -1,0 +1,39 @@
+# make fuzz, make test: set .venv up if it is missing, half-made or not of these pins, then run.
+# ARGS goes to pytest as the shell reads it: make fuzz ARGS='--kernel "triton*"'
+PYTHON ?= python3
+ARGS ?=
+
+.PHONY: fuzz test lint clean
+
+fuzz: .venv
+	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
+
+test: .venv
+	.venv/bin/python -P -m pytest -n auto tests/ $(ARGS)
+
+# mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
+lint: .venv
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+	@mkdir -p .venv/named && ln -sfn ../.. .venv/named/pagefuzz
+	MYPYPATH=.venv/named .venv/bin/python -m mypy -p pagefuzz
+
+# .venv/made-for is written last and names all that the environment depends on: any other content, or none, means "again".
+export MADE_FOR := $(CURDIR), $(shell { $(PYTHON) --version; } 2>&1), pins $(shell cksum < requirements.txt)
+ifneq "$(shell cat .venv/made-for 2>/dev/null)" "$(MADE_FOR)"
+.PHONY: .venv
+endif
+
+.venv:
+	@command -v $(PYTHON) >/dev/null || { echo "pagefuzz needs Python 3.11 or newer, and there is no $(PYTHON) here: install it, or name another with 'make PYTHON=...'." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pagefuzz needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1): name a newer one with 'make PYTHON=...'." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "pagefuzz needs Python's venv module, and $(PYTHON) has none: install it (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install --quiet -r requirements.txt
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@printf '%s\n' "$$MADE_FOR" > .venv/made-for
+
+# Keeps .pagefuzz, where saved failures lie.
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,257 @@
+"""The memory that a case's tensors lie in, with guard zones on both sides.
+
+On the CPU it is one sparse file mapped into the process: a pool of many GiB costs the pages that are really touched,
+`lseek(SEEK_DATA)` lists them, and what a kernel writes or looks at outside its tensors lands in the file and not in the
+heap. On a device it is one allocation that is poison wherever no case has put anything.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from pagefuzz.oracles.observation import Change
+from pagefuzz.strategies.case import Arguments, InvalidCase, Limits
+from pagefuzz.strategies.number_formats import ITEMSIZE, STORAGE
+from pagefuzz.strategies.tensors import Buffer, Tensor
+
+ALIGNMENT = 64
+GUARD = 256  # bytes of poison right before and behind every buffer
+POISON = 0xFF  # NaN in every float dtype, -1 in every integer dtype
+MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
+TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE}
+
+Runs = list[tuple[int, int]]  # [first byte, one past the last byte)
+
+
+class Arena(ABC):
+    """Where the tensors of one case at a time are placed, watched and forgotten.
+
+    Small buffers lie at the start, the two caches at 1/4 and 5/8 of the arena: 2^31 elements below each, where an int32
+    product wraps to, are still inside, and so are the garbage ids that the strategies draw (`limits`).
+    """
+
+    size: int
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, Buffer]] = []  # (first byte, buffer), ascending
+
+    @property
+    def limits(self) -> Limits:
+        """What the strategies may draw for this arena."""
+        return Limits(cache_bytes=self.size // 4)
+
+    def place(self, arguments: Arguments) -> list[torch.Tensor | int | float]:
+        """The arguments of the call, filled in. Raises InvalidCase if they do not fit.
+
+        Nothing else may be placed before `forget`.
+        """
+        assert not self.places, "the arena still holds another case"
+        small, cache = GUARD, 0
+        for buffer in arguments.buffers:
+            nbytes = buffer.size * ITEMSIZE[buffer.dtype]
+            if buffer.is_cache:
+                start, room = (self.size // 4, self.size * 5 // 8)[cache], self.size // 4
+                cache += 1
+            else:
+                start, room = small, self.size // 8 - small
+                small = -(-(small + nbytes + 2 * GUARD) // ALIGNMENT) * ALIGNMENT
+            if nbytes > room:
+                self.places.clear()
+                raise InvalidCase(f"{buffer.name} takes {nbytes} bytes, more than the {room} that there are here")
+            self.places.append((start, buffer))
+        self.places.sort(key=lambda place: place[0])
+        for start, buffer in self.places:
+            self._fill(start, buffer)
+        self._remember()
+        starts = {id(buffer): start for start, buffer in self.places}
+        return [
+            self._view(starts[id(value.buffer)], value) if isinstance(value, Tensor) else value
+            for value in arguments.values.values()
+        ]
+
+    @abstractmethod
+    def _fill(self, start: int, buffer: Buffer) -> None: ...
+
+    @abstractmethod
+    def _view(self, start: int, tensor: Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _remember(self) -> None:
+        """Keep what is there now, for `changes`."""
+
+    @abstractmethod
+    def _read(self, first: int, count: int) -> np.ndarray:
+        """uint8[count] from byte `first` on."""
+
+    @abstractmethod
+    def _differences(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """(first byte, uint8 before, uint8 after) of runs that differ somewhere, aligned to 64 bytes."""
+
+    @abstractmethod
+    def touched(self) -> dict[str, Runs]:
+        """By buffer, the runs of its untouched bytes (first, last; from its start) that something looked at."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Leave nothing of the case behind."""
+
+    def watched(self, wanted: dict[str, list[tuple[int, int]]]) -> dict[str, list[np.ndarray]]:
+        """The bits that lie now in runs of elements (first, how many) of buffers."""
+        found = {}
+        for start, buffer in self.places:
+            if buffer.name in wanted:
+                itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
+                found[buffer.name] = [
+                    self._read(start + first * itemsize, count * itemsize).view(storage)
+                    for first, count in wanted[buffer.name]
+                ]
+        return found
+
+    def changes(self) -> dict[str, Change]:
+        """What differs from what was placed, by the buffer that it is in or nearest to."""
+        changed: dict[str, list[Change]] = {}
+        for first, before, after in self._differences():
+            for name, change in self._by_buffer(first, before, after):
+                changed.setdefault(name, []).append(change)
+        return {
+            name: Change(
+                *(np.concatenate([getattr(part, field) for part in parts]) for field in ("elements", "before", "after"))
+            )
+            for name, parts in changed.items()
+        }
+
+    def _by_buffer(self, first: int, before: np.ndarray, after: np.ndarray) -> list[tuple[str, Change]]:
+        at = first + np.flatnonzero(before != after)
+        split = []
+        for index, (start, buffer) in enumerate(self.places):
+            low = 0 if index == 0 else self._border(index)
+            high = self.size if index + 1 == len(self.places) else self._border(index + 1)
+            mine = at[(at >= low) & (at < high)]
+            if len(mine):
+                itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
+                elements = np.unique((mine - start) // itemsize)
+                places = (start + elements * itemsize - first)[:, None] + np.arange(itemsize)
+                bits = [side[places].view(storage).reshape(-1) for side in (before, after)]
+                split.append((buffer.name, Change(elements, *bits)))
+        return split
+
+    def _border(self, index: int) -> int:
+        """The byte from which on the guard zone belongs to places[index] and no longer to the one before it."""
+        start, buffer = self.places[index]
+        before, previous = self.places[index - 1]
+        end = before + previous.size * ITEMSIZE[previous.dtype]
+        return start - ((start - end) // 2 // ALIGNMENT * ALIGNMENT)
+
+    def _pieces(self, start: int, buffer: Buffer) -> list[tuple[int, np.ndarray]]:
+        """(first byte, uint8 bits) of what is filled in: the guard zones and the buffer's pieces."""
+        itemsize = ITEMSIZE[buffer.dtype]
+        end = start + buffer.size * itemsize
+        guard = np.full(GUARD, POISON, dtype=np.uint8)
+        filled = [(start + first * itemsize, bits.view(np.uint8)) for first, bits in buffer.pieces]
+        return [(start - GUARD, guard), *filled, (end, guard)]
+
+
+class CpuArena(Arena):
+    """A sparse file of up to 1 TiB, mapped shared. Raises OSError if not even 1 GiB can be mapped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = os.memfd_create("pagefuzz-arena")
+        for power in range(40, 29, -1):
+            try:
+                os.ftruncate(self.file, 1 << power)
+                self.memory = mmap.mmap(self.file, 1 << power, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+            except (OSError, ValueError):
+                if power == 30:
+                    raise OSError(
+                        "cannot map 1 GiB of sparse memory for the arena; raise the limit on address space (ulimit -v)"
+                    ) from None
+                continue
+            self.size = 1 << power
+            break
+        self.memory[self.size // 2] = 1
+        first, last = self._populated()[0]
+        self.page = last - first  # what one touched byte populates; larger than 4096 with huge pages
+        self.forget()
+        self.before: dict[tuple[int, int], bytes] = {}
+
+    def _populated(self) -> Runs:
+        runs, at = [], 0
+        while True:
+            try:
+                first = os.lseek(self.file, at, os.SEEK_DATA)
+            except OSError:
+                return runs
+            at = os.lseek(self.file, first, os.SEEK_HOLE)
+            runs.append((first, at))
+
+    def _fill(self, start: int, buffer: Buffer) -> None:
+        for first, data in self._pieces(start, buffer):
+            self.memory[first : first + len(data)] = data.tobytes()
+
+    def _view(self, start: int, tensor: Tensor) -> torch.Tensor:
+        buffer, dtype = tensor.buffer, TORCH_DTYPES[tensor.buffer.dtype]
+        if buffer.size == 0:
+            return torch.empty(0, dtype=dtype).as_strided(tensor.shape, tensor.strides)
+        assert tensor.last_element() < buffer.size
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=buffer.size, offset=start)
+        return flat.as_strided(tensor.shape, tensor.strides, tensor.offset)
+
+    def _remember(self) -> None:
+        self.before = {run: os.pread(self.file, run[1] - run[0], run[0]) for run in self._populated()}
+
+    def _read(self, first: int, count: int) -> np.ndarray:
+        return np.frombuffer(os.pread(self.file, count, first), dtype=np.uint8)
+
+    def _differences(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        found = []
+        for first, last in self._populated():
+            now = os.pread(self.file, last - first, first)
+            if self.before.get((first, last)) == now:
+                continue
+            before = np.zeros(last - first, dtype=np.uint8)
+            for (start, end), data in self.before.items():
+                if start < last and end > first:  # runs only grow, so an older one lies inside
+                    before[start - first : end - first] = np.frombuffer(data, dtype=np.uint8)
+            after = np.frombuffer(now, dtype=np.uint8)
+            if not np.array_equal(before, after):
+                found.append((first, before, after))
+        return found
+
+    def touched(self) -> dict[str, Runs]:
+        known, found = sorted(self.before), {}
+        for start, buffer in self.places:
+            end = start + buffer.size * ITEMSIZE[buffer.dtype]
+            runs = []
+            for first, last in self._populated():
+                for low, high in _outside(first, last, known):
+                    if low < end and high > start and self.page == mmap.PAGESIZE:
+                        runs.append((max(low, start) - start, min(high, end) - 1 - start))
+            if runs:
+                found[buffer.name] = runs
+        return found
+
+    def forget(self) -> None:
+        for first, last in self._populated():
+            self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+        self.places, self.before = [], {}
+
+
+def _outside(first: int, last: int, known: Runs) -> Runs:
+    """The parts of [first, last) that lie in none of the ascending runs `known`."""
+    parts = []
+    for start, end in known:
+        if end <= first or start >= last:
+            continue
+        if start > first:
+            parts.append((first, start))
+        first = max(first, end)
+    return [*parts, (first, last)] if first < last else parts

@@ -1,0 +1,331 @@
+"""The pytest plugin: options, profiles, items, reports, the summary. What it does lies in session.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+import pagefuzz
+
+# One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
+settings.register_profile("quick", max_examples=2000, deadline=None)
+settings.register_profile("ci", max_examples=2000, deadline=None, derandomize=True, database=None)
+settings.register_profile("nightly", max_examples=100_000, deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "quick")
+PROFILES = ("quick", "ci", "nightly")
+
+SESSION = pytest.StashKey[Any]()
+SAVED = pytest.StashKey[list[tuple[str, str]]]()  # (name, JSON text or token) of what is tried first
+REPLAYED = pytest.StashKey[list[str]]()
+UNJUDGED = "pagefuzz_not_judged"
+STATISTICS = "pagefuzz_statistics"
+FUZZ = Path(__file__).resolve().parent
+OPERATION_OF = {f"test_{name}": name for name in ("slot_mapping", "reshape_and_cache", "paged_decode_attention")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pagefuzz", "fuzzing paged KV-cache kernels")
+    group.addoption(
+        "--adapter", action="append", default=[], metavar="FILE|MODULE", help="fuzz the kernels that it registers"
+    )
+    group.addoption(
+        "--kernel", action="append", default=[], metavar="PATTERN", help="fuzz the kernels with such a name"
+    )
+    group.addoption(
+        "--device", default=None, metavar="DEVICE", help="any torch device (default: cuda if there, or cpu)"
+    )
+    group.addoption(
+        "--replay",
+        action="append",
+        default=[],
+        metavar="FILE|DIRECTORY|TOKEN",
+        help="run saved cases, on the kernel that failed or the one that --kernel names",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from pagefuzz.fuzz import session as sessions
+
+    try:
+        config.stash[SESSION] = _session(config)
+        config.stash[SAVED] = _saved(config)
+    except sessions.UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _session(config: pytest.Config) -> Any:
+    from pagefuzz.fuzz import session as sessions
+
+    device = _device(config.getoption("--device"))
+    adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
+    replaying = bool(config.getoption("--replay"))
+    for adapter in adapters:
+        sessions.load_adapter(adapter)
+    if not adapters or replaying:
+        import pagefuzz.kernels.own  # noqa: F401  # registers the project's kernels
+    kernels = {
+        name: kernel
+        for name, kernel in sessions.choose(patterns).items()
+        if kernel.declared.devices == "any" or device.split(":")[0] in kernel.declared.devices
+    }
+    if not kernels:
+        raise sessions.UsageError(f"no chosen kernel declares to run on {device}; choose another with --device.")
+    sessions.check_pools(kernels)
+    repeat = [part for adapter in adapters for part in ("--adapter", adapter)]
+    if config.getoption("--device"):
+        repeat += ["--device", device]
+    return sessions.Session(
+        device=device,
+        examples=settings().max_examples,
+        seed=_seed(config),
+        kernels=kernels,
+        home=Path(config.invocation_params.dir),
+        repeat="".join(f" {shlex.quote(part)}" for part in repeat),
+        named=bool(patterns) or (bool(adapters) and len(kernels) == 1 and not replaying),
+    )
+
+
+def _device(asked: str | None) -> str:
+    """The device to run on; sets TRITON_INTERPRET for it, before anything imports triton."""
+    from pagefuzz.fuzz.session import UsageError
+
+    if "triton" not in sys.modules and asked is not None and asked.startswith("cpu"):
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {asked}: {' '.join(str(error).split())[:200]}") from None
+    interpret = device.type == "cpu"
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    triton = sys.modules.get("triton")
+    if triton is not None and bool(triton.knobs.runtime.interpret) != interpret:
+        raise UsageError(
+            f"triton was imported before pagefuzz could choose how it runs on {device.type}; "
+            f"set TRITON_INTERPRET={int(interpret)} in the environment."
+        )
+    return str(device)
+
+
+def _seed(config: pytest.Config) -> int:
+    """The seed of the whole run: the controller's, --hypothesis-seed, 0 where derandomised, or a fresh one."""
+    if hasattr(config, "workerinput"):
+        return int(config.workerinput["pagefuzz_seed"])
+    if settings().derandomize:
+        return 0
+    asked = config.getoption("hypothesis_seed", default=None) or config.getoption("--hypothesis-seed", default=None)
+    return int(asked) if asked not in (None, "random") else random.SystemRandom().randrange(2**32)
+
+
+def _saved(config: pytest.Config) -> list[tuple[str, str]]:
+    """What is tried first: (name, text). Read once, by the controller; all workers must collect the same."""
+    from pagefuzz.fuzz import saved as saving
+    from pagefuzz.fuzz.session import UsageError
+
+    if hasattr(config, "workerinput"):
+        return [(name, text) for name, text in config.workerinput["pagefuzz_saved"]]
+    home = Path(config.invocation_params.dir)
+    asked = config.getoption("--replay")
+    found: list[tuple[str, str]] = []
+    for what in asked or [str(home / saving.FAILURES)]:
+        path = Path(what) if len(what) < 1024 else None
+        if what.startswith(saving.TOKEN_PREFIX) and not (path and path.exists()):
+            found.append((what, what))
+        elif path is not None and path.is_dir():
+            files = sorted(path.glob("*.json"))
+            if asked and not files:
+                raise UsageError(f"--replay {what}: the directory holds no saved case (*.json).")
+            found += [(str(file), "") for file in files]
+        elif path is not None and path.exists():
+            found.append((str(path), ""))
+        elif asked:
+            raise UsageError(f"--replay {what[:80]}: there is no such file or directory, and it is no token.")
+    return found
+
+
+def pytest_configure_node(node: Any) -> None:
+    """xdist: what depends on chance or on the disk goes from the controller to the workers."""
+    node.workerinput["pagefuzz_seed"] = node.config.stash[SESSION].seed
+    node.workerinput["pagefuzz_saved"] = [list(pair) for pair in node.config.stash[SAVED]]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    from pagefuzz.fuzz.saved import versions
+
+    session = config.stash[SESSION]
+    how = "Triton interpreted, bfloat16 corrected" if session.device == "cpu" else "Triton compiled"
+    profile = next(
+        (
+            name
+            for name in PROFILES
+            if settings.get_profile(name).max_examples == settings().max_examples
+            and settings.get_profile(name).derandomize == settings().derandomize
+        ),
+        "own",
+    )
+    found = versions()
+    packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy", "hypothesis"))
+    return [
+        f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
+        f"  device {session.device} ({how}); {packages}; python {found['python']}",
+        f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of this folder that have nothing to do in this run."""
+    if collection_path.parent != FUZZ or not collection_path.name.startswith("test_"):
+        return None
+    if collection_path.stem == "test_saved_failures":
+        return True if not config.stash[SAVED] else None
+    operation = OPERATION_OF.get(collection_path.stem)
+    if config.getoption("--replay"):
+        return True
+    if operation and not config.stash[SESSION].shards(operation):
+        return True
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    session = metafunc.config.stash[SESSION]
+    if "shard" in metafunc.fixturenames and metafunc.function.__name__ in OPERATION_OF:
+        shards = session.shards(OPERATION_OF[metafunc.function.__name__])
+        if metafunc.config.getoption("--replay"):
+            shards = []
+        ids = [f"{name}-{index:03d}" for name, index, _ in shards]
+        metafunc.parametrize("shard", shards, ids=ids, indirect=True)
+    if "saved_failure" in metafunc.fixturenames:
+        saved = metafunc.config.stash[SAVED]
+        ids = [Path(name).stem if len(name) < 200 else f"token-{index}" for index, (name, _) in enumerate(saved)]
+        metafunc.parametrize("saved_failure", saved, ids=ids, indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Saved failures first; then the first shard of every kernel before the second of any."""
+    items.sort(key=lambda item: _order(item))
+
+
+def _order(item: pytest.Item) -> tuple[int, int]:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if "saved_failure" in params:
+        return (0, 0)
+    return (1, params["shard"][1]) if "shard" in params else (2, 0)
+
+
+@pytest.fixture
+def shard(request: pytest.FixtureRequest) -> Any:
+    """One shard of one kernel's examples: call it to fuzz it."""
+    session = request.config.stash[SESSION]
+    name, index, examples = request.param
+
+    def fuzz() -> None:
+        try:
+            statistics = session.fuzz(session.kernels[name], index, examples)
+        except AssertionError as error:
+            if hasattr(error, "statistics"):
+                request.node.user_properties.append((STATISTICS, error.statistics.plain()))
+            raise
+        request.node.user_properties.append((STATISTICS, statistics.plain()))
+
+    return fuzz
+
+
+@pytest.fixture
+def saved_failure(request: pytest.FixtureRequest) -> Any:
+    """One saved case: call it to judge it again."""
+    from pagefuzz.fuzz import saved as saving
+    from pagefuzz.fuzz.session import NotJudged
+
+    session = request.config.stash[SESSION]
+    name, text = request.param
+    replaying = bool(request.config.getoption("--replay"))
+
+    def judge_again() -> None:
+        path = None if text else Path(name)
+        try:
+            wanted, case = saving.from_token(text) if path is None else saving.read(path)
+        except saving.OtherVersion as error:
+            raise NotJudged(f"other version: {error}") from None
+        except saving.Unreadable as error:
+            raise NotJudged(f"unreadable: {error}") from None
+        source = name if len(name) < 200 else f"{name[:40]}..."
+        try:
+            said = session.replay(name if path is None else source, wanted, case)
+        except NotJudged:
+            raise
+        except AssertionError:
+            if path is not None and not replaying:
+                saving.failed_again(path, wanted)
+            raise
+        if path is not None and not replaying:
+            said = f"{said}: {saving.passed(path, wanted, session.home / saving.FIXED)}"
+        request.node.user_properties.append(("pagefuzz_replayed", said))
+
+    return judge_again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Reports of the suite are texts of their own; a traceback would only hide them."""
+    from pagefuzz.fuzz.session import Failed, NotJudged
+    from pagefuzz.oracles.invariant import InvariantViolated
+
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, Failed | InvariantViolated) and (
+        "shard" in item.fixturenames or "saved_failure" in item.fixturenames
+    ):  # type: ignore[attr-defined]
+        report.longrepr = str(error)  # type: ignore[attr-defined]
+        if isinstance(error, NotJudged):
+            if not item.config.getoption("--replay"):
+                # In a fuzz run a saved case that cannot be judged is said, not failed.
+                report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))  # type: ignore[attr-defined]
+            report.user_properties.append((UNJUDGED, str(error)))  # type: ignore[attr-defined]
+    return report  # type: ignore[return-value]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from pagefuzz.fuzz.summary import summary
+
+    reports = [
+        report
+        for key, found in terminalreporter.stats.items()
+        if key in ("passed", "failed", "skipped")
+        for report in found
+        if getattr(report, "when", None) == "call"
+    ]
+    properties = [pair for report in reports for pair in report.user_properties]
+    said = [text for name, text in properties if name in ("pagefuzz_replayed", UNJUDGED)]
+    if said:
+        terminalreporter.section("saved failures")
+        for text in said:
+            terminalreporter.write_line(text)
+    parts = [part for name, part in properties if name == STATISTICS]
+    if parts:
+        terminalreporter.section("pagefuzz")
+        terminalreporter.write_line(summary(parts, terminalreporter._tw.fullwidth))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """--replay: 1 if a case fails, 3 if one could not be judged."""
+    config = session.config
+    if hasattr(config, "workerinput") or not config.getoption("--replay"):
+        return
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    failed = reporter.stats.get("failed", []) if reporter is not None else []
+    unjudged = [report for report in failed if any(name == UNJUDGED for name, _ in report.user_properties)]
+    if unjudged and len(unjudged) == len(failed) and not reporter.stats.get("error"):
+        session.exitstatus = 3

@@ -1,0 +1,124 @@
+"""Runs a kernel on a case and observes what it left behind."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagefuzz.fuzz.arena import Arena
+from pagefuzz.kernels.registry import Kernel
+from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
+from pagefuzz.strategies.case import Case, arguments_of
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
+_BITS_OF_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Runner:
+    """Runs cases in one arena, one after the other."""
+
+    def __init__(self, arena: Arena, interpreted: bool) -> None:
+        self.arena = arena
+        self.interpreted = interpreted
+        if interpreted:
+            from pagefuzz.fuzz.interpreter import install
+
+            install()
+        # Fresh memory is filled with NaN, so that a kernel that reads its output before it writes shows. Operations
+        # without a deterministic variant only warn, which is their business.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+
+    def observe(self, kernel: Kernel, case: Case) -> Observation:
+        """One run. Raises InvalidCase where the case does not fit this machine; what the kernel raises is observed."""
+        arguments = arguments_of(case)
+        placed = self.arena.place(arguments)
+        try:
+            return self._observe(kernel, case, placed, dict(zip(arguments.values, placed, strict=True)))
+        finally:
+            self.arena.forget()
+
+    def _observe(self, kernel: Kernel, case: Case, placed: list[Any], named: dict[str, Any]) -> Observation:
+        keywords = {"check_values": True} if case.fault in case.value_faults and case.fault else {}
+        trace: Any = None
+        raised = output = None
+        misreturned = ""
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        with self._tracing(tensors) as trace:
+            try:
+                result = kernel.call(*placed, **keywords)
+                self._finish()
+            except Exception as error:
+                raised = _raised(error)
+        wild = None
+        if trace is not None and trace.wild is not None:
+            at = trace.wild
+            wild, raised = Wild(at.kind, tuple(at.program), at.tensor, at.index, at.lanes, at.value), None
+        if raised is None and wild is None:
+            output, misreturned = _output(kernel, case, result, named)
+        traced = trace is not None and trace.launches > 0
+        return Observation(
+            raised=raised,
+            wild=wild,
+            output=output,
+            misreturned=misreturned,
+            watched=self.arena.watched(case.watched()),
+            changes=self.arena.changes(),
+            touched=self.arena.touched(),
+            loads=trace.loads if traced else None,
+            stores=trace.stores if traced else None,
+        )
+
+    def _tracing(self, tensors: dict[str, torch.Tensor]) -> Any:
+        if not self.interpreted:
+            return nullcontext()
+        from pagefuzz.fuzz.tracer import traced
+
+        return traced(tensors)
+
+    def _finish(self) -> None:
+        """Wait for the device, so that its errors belong to this run."""
+        if self.arena.device.type != "cpu":
+            torch.get_device_module(self.arena.device).synchronize(self.arena.device)
+
+
+def _raised(error: BaseException) -> Raised:
+    """What to say of an exception: the innermost cause of what Triton's interpreter wraps, and the author's line."""
+    inside = type(error).__name__ == "InterpreterError"
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    here = Path(__file__).resolve().parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and Path(frame.filename).parent != here
+    ]
+    where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    message = " ".join(str(error).split())
+    return Raised(type(error).__name__, message[:500], where, inside)
+
+
+def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tuple[Output | None, str]:
+    """The returned tensor as bits, or a sentence on what is wrong with it."""
+    operation = kernel.operation
+    if not operation.result:
+        return None, ""  # what a write returns is nobody's business
+    if not isinstance(result, torch.Tensor):
+        return None, f"returned {type(result).__name__}, not a tensor"
+    like = named["q"] if "q" in named else None
+    dtype = like.dtype if like is not None else torch.int64
+    shape = tuple(like.shape) if like is not None else tuple(named["positions"].shape)
+    device = named["block_tables"].device
+    said = f"returned {result.dtype} {tuple(result.shape)} on {result.device}"
+    if result.dtype != dtype or tuple(result.shape) != shape or result.device.type != device.type:
+        return None, f"{said}, where the contract says {dtype} {shape} on {device}"
+    size = result.element_size()
+    bits = result.detach().cpu().contiguous().view(_BITS_OF_TORCH[size]).numpy().view(_BITS[size]).copy()
+    return Output(bits, str(result.dtype).removeprefix("torch.")), ""

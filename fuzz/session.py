@@ -1,0 +1,297 @@
+"""One run of the suite: which kernels, on what device, with which profile, and its work in shards.
+
+The example budget of a kernel is cut into shards of a fixed size, one pytest item each, so any number of workers shares
+the work, and a shard draws the same cases whoever runs it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from pagefuzz.fuzz import saved as saving
+from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
+from pagefuzz.fuzz.shrink import shrink
+from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, VIOLATION, Judge, Verdict
+from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
+from pagefuzz.oracles.invariant import InvariantViolated, Violation
+from pagefuzz.strategies import STRATEGIES
+from pagefuzz.strategies.case import Case, InvalidCase
+
+SHARD = 125  # examples
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be; the message is one sentence."""
+
+
+class Failed(AssertionError):
+    """A report that goes to the terminal as it is, without a traceback."""
+
+
+class NotJudged(Failed):
+    """A saved case that could not be judged."""
+
+
+@dataclass
+class Statistics:
+    """What one item did; plain data for the summary."""
+
+    kernel: str
+    operation: str
+    cases: int = 0
+    runs: int = 0
+    loose: int = 0
+    violations: int = 0
+    seconds: float = 0.0
+    judged: Counter[str] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        self.cases += 1
+        self.runs += verdict.runs
+        self.loose += verdict.loose
+        self.judged.update(verdict.judged)
+        self.features.update(case.features())
+
+    def plain(self) -> dict[str, Any]:
+        return {**vars(self), "judged": dict(self.judged), "features": dict(self.features)}
+
+
+def load_adapter(name: str) -> None:
+    """Import an adapter, a file or a module. Raises UsageError in one sentence for whatever goes wrong in it."""
+    path = Path(name)
+    before = len(registered())
+    try:
+        if path.suffix == ".py" or path.exists():
+            if not path.is_file():
+                raise UsageError(f"--adapter {name}: there is no such file.")
+            digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+            spec = importlib.util.spec_from_file_location(f"pagefuzz_adapter_{digest}_{path.stem}", path)
+            if spec is None or spec.loader is None:
+                raise UsageError(f"--adapter {name}: not a Python file; its name must end in .py.")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            sys.path.insert(0, str(path.resolve().parent))
+            try:
+                spec.loader.exec_module(module)
+            finally:
+                sys.path.remove(str(path.resolve().parent))
+        else:
+            importlib.import_module(name)
+    except UsageError:
+        raise
+    except RegistrationError as error:
+        raise UsageError(f"--adapter {name}{_line_in(error, path)}: {error}") from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SyntaxError):
+            said = f", line {error.lineno}: {error.msg}"
+        else:
+            said = f"{_line_in(error, path)}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"--adapter {name}{said}") from None
+    if len(registered()) == before:
+        raise UsageError(f"--adapter {name}: it registers no kernel; decorate one with @pagefuzz.kernel(OPERATION).")
+
+
+def _line_in(error: BaseException, path: Path) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name]
+    return f", line {frames[-1].lineno}" if frames else ""
+
+
+def choose(patterns: Sequence[str]) -> dict[str, Kernel]:
+    """The registered kernels whose names match one of the shell patterns (all of them without a pattern)."""
+    known = registered()
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            raise UsageError(f"--kernel {pattern}: no kernel has such a name; there are {', '.join(known)}.")
+    return {
+        name: kernel
+        for name, kernel in known.items()
+        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+@dataclass
+class Session:
+    """What an item needs to know.
+
+    device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. replayed:
+    whether a kernel was named for the replay. home: where `.pagefuzz` lies. repeat: the options that a command needs to
+    show the same again.
+    """
+
+    device: str
+    examples: int
+    seed: int
+    kernels: dict[str, Kernel]
+    home: Path
+    repeat: str
+    named: bool = False
+
+    @cached_property
+    def runner(self) -> Any:
+        import torch
+
+        from pagefuzz.fuzz.run import Runner
+
+        torch.set_num_threads(1)  # the workers share the cores already
+        if self.device == "cpu":
+            from pagefuzz.fuzz.arena import CpuArena
+
+            return Runner(CpuArena(), interpreted=os.environ.get("TRITON_INTERPRET") == "1")
+        from pagefuzz.fuzz.device_arena import DeviceArena
+
+        return Runner(DeviceArena(torch.device(self.device)), interpreted=False)
+
+    def shards(self, operation: str) -> list[tuple[str, int, int]]:
+        """(kernel, shard, examples) of every item of an operation."""
+        return [
+            (name, index, min(SHARD, self.examples - index * SHARD))
+            for index in range(-(-self.examples // SHARD))
+            for name, kernel in self.kernels.items()
+            if kernel.operation.name == operation
+        ]
+
+    def command(self, what: str) -> str:
+        """The command that replays `what`."""
+        return f"pytest {self._tests()} --replay {what}{self.repeat}"
+
+    def _tests(self) -> str:
+        here = Path(__file__).resolve().parent
+        return (
+            f"{shown(here, self.home.resolve())}/"
+            if here.is_relative_to(self.home.resolve())
+            else "--pyargs pagefuzz.fuzz"
+        )
+
+    # ---- the items
+
+    def fuzz(self, kernel: Kernel, index: int, examples: int) -> Statistics:
+        """Fuzz one shard. Raises the failure of the first case that breaks an invariant, shrunk and saved."""
+        judge = Judge(kernel, self.runner)
+        relations = tuple(item.id for item in judge.invariants if item.relation)
+        drawn = STRATEGIES[kernel.operation.name](kernel.declared, self.runner.arena.limits, relations)
+        statistics = Statistics(kernel.name, kernel.operation.name)
+        found: list[tuple[Case, Verdict]] = []
+        started = time.perf_counter()
+
+        @hypothesis.seed(int(hashlib.sha256(f"{self.seed}/{kernel.name}/{index}".encode()).hexdigest()[:15], 16))
+        @settings(
+            max_examples=examples,
+            database=None,  # saved failures are what is tried first, whatever the number of shards
+            deadline=None,
+            phases=(Phase.generate,),  # fuzz/shrink.py shrinks
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
+        @given(drawn)
+        def one_case(case: Case) -> None:
+            if not found:
+                verdict = judge.verdict(case)
+                statistics.add(case, verdict)
+                if verdict.kind in (PASS, UNSUPPORTED):
+                    return
+                found.append((case, verdict))
+            raise Failed
+
+        try:
+            one_case()
+        except Failed:
+            pass
+        statistics.seconds = time.perf_counter() - started
+        if found:
+            statistics.violations += 1
+            error = self.failure(judge, *found[0])
+            error.statistics = statistics  # type: ignore[attr-defined]  # for the summary
+            raise error
+        return statistics
+
+    def failure(self, judge: Judge, found_as: Case, verdict: Verdict) -> AssertionError:
+        """Shrink, save and word a failure; the error to raise."""
+        name, folder = judge.kernel.name, self.home / saving.FAILURES
+        if verdict.kind == DISAGREEMENT:
+            return Failed(f"{verdict.reason}\nThis is a fault of pagefuzz, not of {name}: please report it.")
+        assert verdict.violation is not None
+        if judge.verdict(found_as).kind == PASS:
+            path, _ = saving.save(
+                folder, name, NOT_REPEATABLE, verdict.named, found_as, found_as, verdict.violation, self.device
+            )
+            return Failed(not_repeatable_text(name, found_as, verdict, self.command(shown(path, self.home))))
+        case, verdict = shrink(judge, found_as, verdict)
+        assert verdict.violation is not None and verdict.invariant is not None
+        path, known = saving.save(
+            folder, name, "failure", verdict.named, case, found_as, verdict.violation, self.device
+        )
+        command = self.command(shown(path, self.home))
+        text = failure_text(
+            name, case, found_as, verdict, command, self.command(saving.token(name, verdict.named, case))
+        )
+        if known:
+            text = (
+                f"{verdict.named} violated by {name}: the case of {shown(path, self.home)}, shown elsewhere too\n"
+                + ("\n".join(text.splitlines()[1:]))
+            )
+        return verdict.invariant.exception(text)
+
+    def replay(self, source: str, wanted: saving.SavedCase, case: Case) -> str:
+        """Judge a saved case and say what came of it. Raises the failure, or NotJudged."""
+        kernel = self._kernel_for(wanted)
+        judge = Judge(kernel, self.runner)
+        verdict = judge.verdict(case)
+        if verdict.kind == UNSUPPORTED:
+            raise NotJudged(f"{source}: unsupported: {verdict.reason}.")
+        if verdict.kind == PASS:
+            return f"{source}: passes on {kernel.name}"
+        if verdict.kind == DISAGREEMENT:
+            raise NotJudged(f"{source}: {verdict.reason}\nThis is a fault of pagefuzz: please report it.")
+        assert verdict.invariant is not None and verdict.violation is not None
+        same = verdict.named == wanted.invariant
+        said = "still fails" if same else f"fails otherwise ({wanted.invariant} when it was saved)"
+        token = self.command(saving.token(kernel.name, verdict.named, case))
+        text = failure_text(kernel.name, case, case, verdict, self.command(source), token)
+        raise verdict.invariant.exception(f"{source}: {said}\n{text}")
+
+    def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:
+        known = self.kernels if self.named else registered()
+        fitting = [kernel for kernel in known.values() if kernel.operation.name == wanted.operation]
+        if not self.named and wanted.kernel in known:
+            fitting = [known[wanted.kernel]] if known[wanted.kernel].operation.name == wanted.operation else []
+        elif not self.named:
+            raise NotJudged(
+                f"unsupported: kernel {wanted.kernel!r} is not registered; name its adapter with --adapter FILE.py, or "
+                "another kernel with --kernel NAME."
+            )
+        if len(fitting) != 1:
+            many = ", ".join(kernel.name for kernel in fitting) or "none"
+            raise NotJudged(f"unsupported: --kernel must name one kernel of {wanted.operation}; it names {many}.")
+        return fitting[0]
+
+
+def check_pools(kernels: dict[str, Kernel]) -> None:
+    """Raise UsageError where a declaration leaves nothing to draw."""
+    from pagefuzz.strategies.draws import BLOCK_SIZES, GROUP_SIZES, HEAD_DIMS, sizes
+
+    for name, kernel in kernels.items():
+        for what, preferred in (("head_dims", HEAD_DIMS), ("group_sizes", GROUP_SIZES), ("block_sizes", BLOCK_SIZES)):
+            try:
+                sizes(kernel.declared, what, preferred)
+            except InvalidCase as error:
+                raise UsageError(f"kernel {name!r}: {error}.") from None
+            except Exception as error:
+                raise UsageError(f"kernel {name!r}: {what} raised {type(error).__name__}: {error}.") from None

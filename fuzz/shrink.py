@@ -1,0 +1,50 @@
+"""Shrinks a failing case to what a person would have written.
+
+Hypothesis finds failures; this makes them small, by steps that know what a layout is (`Case.simpler`: one sequence, one
+head, fewer tokens, smaller blocks, blocks in order, no tail, ...), boldest first, until no step is left that still fails.
+The invariant that is named never gives way to a vaguer one: a lost padded token does not become "wrong numbers".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagefuzz.fuzz.verdict import VIOLATION, Judge, Verdict
+from pagefuzz.strategies.case import Case
+
+MOST_TRIES = 3000
+
+
+def shrink(judge: Judge, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
+    """The smallest case found that breaks the invariant named by `verdict` (or a more specific one), with its verdict.
+
+    Returns the case itself if it does not fail a second time.
+    """
+    tried: set[Case] = set()
+    while True:
+        case = _smallest(judge, case, verdict, tried)
+        final = judge.verdict(case)
+        if final.invariant is None or verdict.invariant is None:
+            return case, verdict
+        if final.invariant.rank >= verdict.invariant.rank or len(tried) >= MOST_TRIES:
+            return case, final
+        verdict = final  # small as it is now, the case shows a more specific cause: go on with that
+
+
+def _smallest(judge: Judge, case: Case, verdict: Verdict, tried: set[Case]) -> Case:
+    assert verdict.invariant is not None
+    named = verdict.invariant
+    asked = tuple(item.id for item in judge.invariants if not item.relation or item is named)
+    case = replace(case, relations=(named.id,) if named.relation else ())
+    progress = True
+    while progress:
+        progress = False
+        for simpler in case.simpler():
+            if simpler in tried or len(tried) >= MOST_TRIES:
+                continue
+            tried.add(simpler)
+            found = judge.verdict(simpler, asked)
+            if found.kind == VIOLATION and found.invariant is not None and found.invariant.rank <= named.rank:
+                case, progress = simpler, True
+                break
+    return case

@@ -1,0 +1,285 @@
+"""Traces and checks every memory access of interpreted kernels.
+
+    with traced({"k_cache": k_cache, "block_tables": block_tables}) as trace:
+        kernel[grid](...)
+    trace.loads["block_tables"]  # element offsets that were read
+
+An access is legal where a tensor argument of the launch has elements: to the element for strided views, so the gap of a
+narrowed block table is illegal, and outputs and workspaces that a host function allocates itself are legal. Everything
+else is a `WildAccess`, which is raised before anything is read or written, and kept in `trace.wild`, since Triton wraps
+it in its own InterpreterError. Lanes that are masked off are no accesses.
+
+Whose access it was: every tensor argument of a launch has a pointer type object of its own, and pointer arithmetic,
+broadcasts and descriptors hand that object on, so a pointer says which argument it came from. `tl.where` of two
+pointers says the second. The origin is lost where a kernel casts a pointer or makes one from an integer; then the
+nearest argument in memory is named, one with elements of the accessed size if there is any. The origin is for the name
+only: an access that lands in another argument is legal.
+
+Works with and without `pagefuzz.fuzz.interpreter.install`, on triton 3.6 to 3.9. All loads, stores, block pointers and
+descriptors reach the builder's create_masked_load and create_masked_store; atomics have their own two methods. One
+trace at a time: neither nested nor in several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class WildAccess(Exception):
+    """A kernel was about to touch memory where no tensor argument of its launch has an element.
+
+    kind: "load", "store" or "atomic". program: its id (x, y, z). tensor: the tensor that the address was made from, by
+    its name in the trace or else by the kernel's parameter. index: offset of the first wild lane from that tensor's
+    first element, in elements, rounded down; negative below it. lanes: how many lanes of this access were wild.
+    value: the bits which the first wild lane would have stored, or the operand of its atomic; None for a load.
+    """
+
+    def __init__(
+        self, kind: str, program: tuple[int, int, int], tensor: str, index: int, lanes: int, value: int | None
+    ) -> None:
+        super().__init__(kind, program, tensor, index, lanes, value)
+        self.kind, self.program, self.tensor, self.index, self.lanes, self.value = self.args
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f" of bits {self.value:#x}"
+        return (
+            f"wild {self.kind}{value} by program {self.program}: {self.tensor}[{self.index}], counted in elements from "
+            f"its first, is no element of any tensor argument ({self.lanes} wild lane{'s' if self.lanes > 1 else ''})"
+        )
+
+
+class _Extent:
+    """The bytes that a tensor's elements occupy: a run of contiguous bytes, repeated along `dims` (count, stride)."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.base, self.itemsize = name, tensor.data_ptr(), tensor.element_size()
+        self.run = self.itemsize if tensor.numel() else 0
+        self.dims: list[tuple[int, int]] = []
+        if tensor.numel():
+            strides = [step * self.itemsize for step in tensor.stride()]
+            for stride, count in sorted(zip(strides, tensor.shape, strict=True)):
+                if count == 1 or stride == 0:
+                    continue
+                if not self.dims and stride == self.run:
+                    self.run *= count
+                else:
+                    self.dims.insert(0, (count, stride))
+        self.span = self.run + sum((count - 1) * stride for count, stride in self.dims)
+
+    def all_inside(self, addresses: np.ndarray, size: int) -> bool:
+        """Whether all accesses of `size` bytes at `addresses` (uint64, at least one) are elements."""
+        if self.dims:
+            return bool(self.inside(addresses, size).all())
+        offsets = addresses - np.uint64(self.base)  # below the base it wraps to something large
+        whole = int(np.bitwise_or.reduce(offsets)) & (min(size, self.itemsize) - 1) == 0
+        return whole and int(offsets.max()) <= self.run - size
+
+    def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The same for each access, as booleans."""
+        offsets = (addresses - np.uint64(self.base)).view(np.int64)
+        part = min(size, self.itemsize)
+        found = offsets & (part - 1) == 0
+        for start in range(0, size, part):  # an access wider than an element is several elements
+            found &= self._inside(offsets + start, part, self.dims)
+        return found
+
+    def _inside(self, offsets: np.ndarray, size: int, dims: list[tuple[int, int]]) -> np.ndarray:
+        if not dims:
+            return (offsets >= 0) & (offsets <= self.run - size)
+        (count, stride), inner = dims[0], dims[1:]
+        index = np.clip(offsets // stride, 0, count - 1)
+        found = self._inside(offsets - index * stride, size, inner)
+        inner_span = self.run + sum((count - 1) * stride for count, stride in inner)
+        for _ in range((inner_span - 1) // stride):  # only in overlapping views do lower indices reach as far
+            if found.all():
+                break
+            index = index - 1
+            found |= (index >= 0) & self._inside(offsets - index * stride, size, inner)
+        return found
+
+    def distance(self, address: int) -> int:
+        return max(self.base - address, address - (self.base + self.span) + 1, 0)
+
+
+class Trace:
+    """What kernels did inside of `traced`.
+
+    launches: how many there were. wild: the first wild access, or None. loads, stores: for every named tensor, the
+    sorted distinct offsets (int64) of the elements accessed, counted in elements of memory from its first one
+    (data_ptr), so that a row of a strided view starts at its stride. An atomic counts as both. An access that two named
+    tensors share counts for both. What was refused counts for none.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        self.launches = 0
+        self.wild: WildAccess | None = None
+        self._named = [_Extent(name, tensor) for name, tensor in named.items()]
+        self._accesses: dict[str, list[tuple[int, np.ndarray]]] = {"load": [], "store": []}
+        self._sets: dict[str, tuple[int, dict[str, np.ndarray]]] = {}
+        self._arguments: list[_Extent] = []
+        self._origins: dict[int, tuple[Any, _Extent]] = {}  # by id of a pointer type, kept so that the id stays taken
+
+    @property
+    def loads(self) -> dict[str, np.ndarray]:
+        return self._elements("load")
+
+    @property
+    def stores(self) -> dict[str, np.ndarray]:
+        return self._elements("store")
+
+    def _elements(self, kind: str) -> dict[str, np.ndarray]:
+        accesses = self._accesses[kind]
+        known = self._sets.get(kind)
+        if known is None or known[0] != len(accesses):
+            by_size: dict[int, list[np.ndarray]] = {}
+            for size, addresses in accesses:
+                by_size.setdefault(size, []).append(addresses)
+            distinct = {size: np.unique(np.concatenate(arrays)) for size, arrays in by_size.items()}
+            sets = {extent.name: _offsets(extent, distinct) for extent in self._named}
+            known = self._sets[kind] = (len(accesses), sets)
+        return known[1]
+
+    def _launch(self, arguments: dict[str, Any]) -> dict[int, _Extent]:
+        """Starts a launch; returns the extent of every tensor among the arguments by the id of its object."""
+        self.launches += 1
+        tensors = [pair for name, value in arguments.items() for pair in _tensors(name, value)]
+        # triton.reinterpret wraps a tensor as its `base`.
+        extents = {id(tensor): _Extent(name, getattr(tensor, "base", tensor)) for name, tensor in tensors}
+        self._arguments, self._origins = list(extents.values()), {}
+        return extents
+
+    def _check(self, kind: str, program: Any, ptrs: Any, mask: Any, size: int, value: Any = None) -> None:
+        addresses, lanes = ptrs.data, np.asarray(mask.data)
+        if lanes.dtype != np.bool_:
+            lanes = lanes.astype(np.bool_)
+        if lanes.shape != addresses.shape:
+            addresses, lanes = np.broadcast_arrays(addresses, lanes)
+        active = addresses[lanes]
+        if not active.size:
+            return
+        origin = self._origins.get(id(ptrs.dtype))
+        if origin is None or not origin[1].all_inside(active, size):
+            outside = np.ones(active.shape, np.bool_)
+            for extent in self._arguments:
+                outside &= ~extent.inside(active, size)
+            if outside.any():
+                first = int(outside.argmax())
+                bits = None
+                if value is not None:
+                    stored = np.broadcast_to(value.data, addresses.shape)[lanes][first : first + 1]
+                    bits = int(stored.view(f"u{stored.itemsize}")[0])
+                name, index = self._place(int(active[first]), size, origin[1] if origin else None)
+                wild = WildAccess(kind, tuple(program), name, index, int(outside.sum()), bits)
+                self.wild = self.wild or wild
+                raise wild
+        if kind != "store":
+            self._accesses["load"].append((size, active))
+        if kind != "load":
+            self._accesses["store"].append((size, active))
+
+    def _place(self, address: int, size: int, origin: _Extent | None) -> tuple[str, int]:
+        if origin is None:
+            alike = [extent for extent in self._arguments if extent.itemsize == size] or self._arguments
+            if not alike:
+                return "(a launch without tensors)", address
+            origin = min(alike, key=lambda extent: extent.distance(address))
+        whole = [extent for extent in self._named if extent.base == origin.base]
+        parts = [extent for extent in self._named if extent.base < origin.base < extent.base + extent.span]
+        named = (whole or parts or [origin])[0]
+        return named.name, (address - named.base) // named.itemsize
+
+
+def _offsets(extent: _Extent, distinct: dict[int, np.ndarray]) -> np.ndarray:
+    found = [np.empty(0, np.int64)]
+    for size, addresses in distinct.items():
+        if size > extent.itemsize:  # one access, several elements
+            addresses = (addresses[:, None] + np.arange(0, size, extent.itemsize, dtype=np.uint64)).reshape(-1)
+        here = addresses[extent.inside(addresses, min(size, extent.itemsize))]
+        found.append((here - np.uint64(extent.base)).astype(np.int64) // extent.itemsize)
+    return np.unique(np.concatenate(found))
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from _tensors(f"{name}[{place}]", item)
+    elif hasattr(value, "data_ptr"):
+        yield name, value
+    elif hasattr(value, "base") and hasattr(value, "block_shape"):  # a tensor descriptor
+        yield name, value.base
+
+
+@contextmanager
+def traced(named: Mapping[str, torch.Tensor]) -> Iterator[Trace]:
+    """Trace and check all launches of interpreted kernels in the context; see the module and `Trace`.
+
+    named: CPU tensors whose accessed elements are to be recorded, by name. They may be views, overlap, and be larger
+    than memory (a sparse mapping): nothing as large as a tensor is allocated. A launch with a wild access raises
+    WildAccess, wrapped in triton's InterpreterError. Raises RuntimeError where kernels are compiled or a trace is
+    active already, and ValueError for a tensor that is not on the CPU.
+    """
+    import triton
+    import triton.runtime.interpreter as interpreter
+
+    builder = interpreter.interpreter_builder
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("only interpreted kernels can be traced: set TRITON_INTERPRET=1 before triton is imported")
+    if "create_masked_load" in vars(builder):
+        raise RuntimeError("a trace is active already: traces neither nest nor run at the same time; leave it first")
+    for name, tensor in named.items():
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"tensor {name!r} is on {tensor.device}: only CPU tensors can be traced; move it or leave it out"
+            )
+    trace = Trace(named)
+    extents: dict[int, _Extent] = {}
+    load, store = builder.create_masked_load, builder.create_masked_store
+    cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
+    to_host, convert = interpreter.GridExecutor._init_args_hst, interpreter._implicit_cvt
+
+    def create_masked_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        size = max(8, ptrs.get_element_ty().primitive_bitwidth) // 8
+        trace._check("load", builder.grid_idx, ptrs, mask, size)
+        return load(ptrs, mask, *rest, **options)
+
+    def create_masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        trace._check("store", builder.grid_idx, ptrs, mask, value.data.itemsize, value)
+        return store(ptrs, value, mask, *rest, **options)
+
+    def create_atomic_cas(ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
+        trace._check("atomic", builder.grid_idx, ptr, np.ones(ptr.data.shape, np.bool_), val.data.itemsize, val)
+        return cas(ptr, cmp, val, *rest)
+
+    def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        trace._check("atomic", builder.grid_idx, ptr, mask, val.data.itemsize, val)
+        return rmw(op, ptr, val, mask, *rest)
+
+    def init_args_hst(executor: Any, args_dev: Any, kwargs: Any) -> Any:
+        nonlocal extents
+        args, kwargs = to_host(executor, args_dev, kwargs)
+        extents = trace._launch(dict(zip(executor.arg_names, args, strict=False)) | kwargs)
+        return args, kwargs
+
+    def implicit_cvt(arg: Any) -> Any:
+        converted = convert(arg)
+        if id(arg) in extents:
+            pointer_type = converted.handle.dtype
+            trace._origins[id(pointer_type)] = (pointer_type, extents[id(arg)])
+        return converted
+
+    wrappers = [create_masked_load, create_masked_store, create_atomic_cas, create_atomic_rmw]
+    try:
+        for wrapper in wrappers:
+            setattr(builder, wrapper.__name__, wrapper)
+        interpreter.GridExecutor._init_args_hst = init_args_hst
+        interpreter._implicit_cvt = implicit_cvt
+        yield trace
+    finally:
+        interpreter._implicit_cvt, interpreter.GridExecutor._init_args_hst = convert, to_host
+        for wrapper in wrappers:
+            vars(builder).pop(wrapper.__name__, None)

@@ -1,0 +1,146 @@
+"""Judges one case of one kernel: runs it and the twins that are looked at, and asks every invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pagefuzz.fuzz.run import Runner
+from pagefuzz.kernels.registry import Kernel
+from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
+from pagefuzz.oracles.invariant import Invariant, Violation, invariants_of
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.case import Case, InvalidCase
+
+PASS, VIOLATION, UNSUPPORTED = "pass", "violation", "unsupported"
+NOT_REPEATABLE, DISAGREEMENT = "not repeatable", "oracle disagreement"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one case.
+
+    kind: pass, violation, not repeatable, unsupported, oracle disagreement. invariant, violation: the one that is
+    named, for a violation. also: the ids of the others that the case breaks. judged: the ids that were asked. loose:
+    the tolerance says little about this case. runs: of the kernel. reason: a sentence, for the kinds that have no
+    violation.
+    """
+
+    kind: str
+    invariant: Invariant | None = None
+    violation: Violation | None = None
+    also: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
+    loose: bool = False
+    runs: int = 0
+    reason: str = ""
+
+    @property
+    def named(self) -> str:
+        """The id of the invariant that is named, or the kind."""
+        return self.invariant.id if self.invariant else self.kind
+
+
+class _Runs:
+    """The runs of one case and its twins; each happens when it is first looked at. An equal twin of two invariants runs
+    once; a twin that equals the case itself is run again, for that is what it is for."""
+
+    def __init__(self, kernel: Kernel, case: Case, runner: Runner) -> None:
+        self.kernel, self.case, self.runner = kernel, case, runner
+        self.known: dict[Case, Observation] = {}
+        self.count = 0
+
+    def observe(self, case: Case) -> Observation:
+        if case not in self.known:
+            self.count += 1
+            self.known[case] = self.runner.observe(self.kernel, case)
+        return self.known[case]
+
+    def again(self) -> Observation:
+        self.count += 1
+        return self.runner.observe(self.kernel, self.case)
+
+
+class _Observations(Mapping[str, Observation]):
+    """The observations that one invariant may look at."""
+
+    def __init__(self, runs: _Runs, twins: Mapping[str, Case]) -> None:
+        self.runs, self.twins = runs, twins
+        self.repeated: dict[str, Observation] = {}
+
+    def __getitem__(self, name: str) -> Observation:
+        if name == "case":
+            return self.runs.observe(self.runs.case)
+        twin = self.twins[name]
+        if twin != self.runs.case:
+            return self.runs.observe(twin)
+        if name not in self.repeated:
+            self.repeated[name] = self.runs.again()
+        return self.repeated[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("case", *self.twins))
+
+    def __len__(self) -> int:
+        return 1 + len(self.twins)
+
+    def __contains__(self, name: object) -> bool:
+        return name == "case" or name in self.twins
+
+
+class Judge:
+    """Judges cases of one kernel on one runner."""
+
+    def __init__(self, kernel: Kernel, runner: Runner) -> None:
+        self.kernel, self.runner = kernel, runner
+        self.invariants = invariants_of(kernel.operation.name)
+
+    def verdict(self, case: Case, asked: tuple[str, ...] | None = None) -> Verdict:
+        """Judge a case.
+
+        Invariants without a second run are always asked, relations if the case pays for them. As soon as one is
+        violated all are asked, and the most specific one is named; with `asked` only those ids are, and the first
+        violated one of the lowest rank is named.
+        """
+        declared = self.kernel.declared
+        if beyond := case.beyond(declared):
+            return Verdict(UNSUPPORTED, reason=f"{self.kernel.name} does not declare to support {beyond}")
+        try:
+            case.check()
+            check_oracles(case, declared)
+            runs = _Runs(self.kernel, case, self.runner)
+            runs.observe(case)
+        except InvalidCase as invalid:
+            return Verdict(UNSUPPORTED, reason=str(invalid))
+        except OracleDisagreement as fault:
+            return Verdict(DISAGREEMENT, reason=str(fault))
+        applicable = [item for item in self.invariants if item.applies(case, declared)]
+        first = [item for item in applicable if not item.relation or item.id in case.relations]
+        if asked is not None:
+            first = [item for item in applicable if item.id in asked]
+        violated: dict[Invariant, Violation] = {}
+        for item in first:
+            found = self._ask(item, case, runs)
+            if found is not None:
+                violated[item] = found
+                if asked is None:
+                    break
+        if violated and asked is None:
+            for item in applicable:
+                found = self._ask(item, case, runs) if item not in violated else None
+                if found is not None:
+                    violated[item] = found
+        loose = bool(getattr(answer(case, declared), "loose", False))
+        judged = tuple(item.id for item in first)
+        if not violated:
+            return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
+        named = min(violated, key=lambda item: item.rank)
+        also = tuple(item.id for item in violated if item is not named)
+        return Verdict(VIOLATION, named, violated[named], also, judged, loose, runs.count)
+
+    def _ask(self, item: Invariant, case: Case, runs: _Runs) -> Violation | None:
+        twins = item.twins(case, self.kernel.declared)
+        try:
+            return item.judge(case, _Observations(runs, twins), self.kernel.declared)
+        except InvalidCase:
+            return None  # a twin does not fit this machine's arena: nothing to compare with

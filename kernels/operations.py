@@ -1,0 +1,54 @@
+"""The operations: the contracts that a kernel is fuzzed against.
+
+Shapes: T tokens, B sequences, H query heads, KVH kv heads, D head dim, N blocks, bs block size, M table width.
+Index tensors are int32 or int64; the others are float32, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One contract.
+
+    `parameters` are passed by position, in this order. `result` names what is returned ("" for an operation that
+    only writes), `writes` the arguments that it may change. `shapes` says it all in one line, for messages.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    result: str
+    writes: tuple[str, ...]
+    shapes: str
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "slot_mapping",
+            ("block_tables", "seq_ids", "positions", "block_size"),
+            result="slots",
+            writes=(),
+            shapes="slot_mapping(block_tables[B, M], seq_ids[T], positions[T], block_size) -> int64[T]",
+        ),
+        Operation(
+            "reshape_and_cache",
+            ("key", "value", "k_cache", "v_cache", "slot_mapping"),
+            result="",
+            writes=("k_cache", "v_cache"),
+            shapes="reshape_and_cache(key[T', KVH, D], value[T', KVH, D], k_cache[N, bs, KVH, D], v_cache, "
+            "slot_mapping[T]) -> None",
+        ),
+        Operation(
+            "paged_decode_attention",
+            ("q", "k_cache", "v_cache", "block_tables", "context_lens", "scale"),
+            result="out",
+            writes=(),
+            shapes="paged_decode_attention(q[B, H, D], k_cache[N, bs, KVH, D], v_cache, block_tables[B, M], "
+            "context_lens[B], scale) -> out[B, H, D]",
+        ),
+    )
+}

@@ -1,0 +1,232 @@
+"""The right answers of a case, and where a run differs from them, in the words of the case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.oracles.dense import paged_decode_attention as dense_paged_decode_attention
+from pagefuzz.oracles.dense import reshape_and_cache as dense_reshape_and_cache
+from pagefuzz.oracles.dense import slot_mapping as dense_slot_mapping
+from pagefuzz.oracles.dense.paged_decode_attention import AttentionAnswer
+from pagefuzz.oracles.invariant import Violation
+from pagefuzz.oracles.loop import paged_decode_attention as loop_paged_decode_attention
+from pagefuzz.oracles.loop import reshape_and_cache as loop_reshape_and_cache
+from pagefuzz.oracles.loop import slot_mapping as loop_slot_mapping
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.case import Case, arguments_of
+from pagefuzz.strategies.number_formats import FORMATS, decode
+
+
+DENSE: dict[str, Callable[..., Any]] = {
+    "slot_mapping": lambda case, declared: dense_slot_mapping.right_answer(case),
+    "reshape_and_cache": lambda case, declared: dense_reshape_and_cache.right_answer(case),
+    "paged_decode_attention": dense_paged_decode_attention.right_answer,
+}
+LOOP: dict[str, Callable[..., Any]] = {
+    "slot_mapping": loop_slot_mapping.right_answer,
+    "reshape_and_cache": loop_reshape_and_cache.right_answer,
+    "paged_decode_attention": loop_paged_decode_attention.right_answer,
+}
+AGREEMENT = 2.0**-40  # of the float64 oracles, relative to the largest value that took part
+
+
+class OracleDisagreement(RuntimeError):
+    """The dense and the loop oracle differ: a fault of the suite, never of the kernel."""
+
+
+@lru_cache(maxsize=64)
+def answer(case: Case, declared: Declaration) -> Any:
+    """The right answer of a case: int64[T] slots; {cache: [tokens, KVH * D] bits}; or an AttentionAnswer."""
+    return DENSE[case.operation](case, declared)
+
+
+def check_oracles(case: Case, declared: Declaration) -> None:
+    """Raise OracleDisagreement if the two oracles of the case's operation differ on it."""
+    left, right = answer(case, declared), LOOP[case.operation](case)
+    if isinstance(left, AttentionAnswer):
+        walked = np.array(right, dtype=np.float64).reshape(left.exact.shape)
+        scale = max(1.0, float(np.abs(left.exact).max(initial=0.0)))
+        # Two float64 sums of the same scores differ by a few 2^-53 of them, and that moves every weight.
+        allowed = AGREEMENT * scale + 2.0**-20 * left.bound
+        agree = bool((np.abs(left.exact - walked) <= allowed).all())
+    elif isinstance(left, dict):
+        agree = all(left[name].tolist() == right[name] for name in left)
+    else:
+        agree = left.tolist() == right
+    if not agree:
+        raise OracleDisagreement(f"the dense and the loop oracle differ on {case.one_line()}")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a run differs from the right answer. `index` is into the output, or (token, element)."""
+
+    index: tuple[int, ...]
+    seen: str
+    right: str
+    where: str
+
+    def violation(self) -> Violation:
+        return Violation(self.seen, self.right, self.where)
+
+
+def first_difference(
+    case: Any, run: Observation, declared: Declaration, rows: tuple[int, ...] | None = None
+) -> Difference | None:
+    """Where a finished run first differs from the right answer, or None.
+
+    Attention is held to the bound of the declared precision, at the sequences `rows` (default: those with a token);
+    slots and copies are held bit for bit.
+    """
+    right = answer(case, declared)
+    if isinstance(right, AttentionAnswer):
+        return _attention_difference(case, run, right, rows)
+    if isinstance(right, dict):
+        return _copy_difference(case, run, right)
+    assert run.output is not None
+    wrong = np.flatnonzero(run.output.bits != right)
+    if not len(wrong):
+        return None
+    t = int(wrong[0])
+    token = case.tokens[t]
+    where = f"token {t} (sequence {token.seq_id}, position {token.position})"
+    return Difference((t,), f"slot {int(run.output.bits[t])}", f"slot {int(right[t])}", where)
+
+
+def _attention_difference(
+    case: Any, run: Observation, right: AttentionAnswer, rows: tuple[int, ...] | None
+) -> Difference | None:
+    assert run.output is not None
+    values = decode(run.output.bits, run.output.dtype)
+    largest = float(decode(np.array([FORMATS[case.dtype].largest], dtype=FORMATS[case.dtype].bits), case.dtype)[0])
+    with np.errstate(invalid="ignore"):
+        error = np.abs(values - right.exact)
+        fits = error <= right.bound
+        # A non-finite output is right only where the exact value, give or take the bound, overflows the dtype.
+        overflow = np.isinf(values) & (np.abs(right.exact) + right.bound > largest)
+    wrong = ~(fits | (overflow & (np.sign(values) == np.sign(right.exact))))
+    judged = [b for b, n in enumerate(case.context_lens) if n] if rows is None else list(rows)
+    for b in judged:
+        if wrong[b].any():
+            h, d = (int(i) for i in np.argwhere(wrong[b])[0])
+            many = int(wrong[judged].sum())
+            return Difference(
+                (b, h, d),
+                f"out[{b}, {h}, {d}] = {values[b, h, d]:.9g}",
+                f"{right.exact[b, h, d]:.9g}, give or take {right.bound[b, h, d]:.3g}",
+                f"sequence {b} (context length {case.context_lens[b]}), head {h}, dim {d}"
+                + (f"; {many} of {wrong[judged].size} elements are wrong" if many > 1 else ""),
+            )
+    return None
+
+
+def _copy_difference(case: Any, run: Observation, right: dict[str, np.ndarray]) -> Difference | None:
+    addressed = [t for t, slot in enumerate(case.slots) if slot >= 0]
+    for name, rows in right.items():
+        for place, t in enumerate(addressed):
+            seen = run.watched[name][place]
+            wrong = np.flatnonzero(seen != rows[place])
+            if len(wrong):
+                head, dim = divmod(int(wrong[0]), case.head_dim)
+                digits = rows.dtype.itemsize * 2
+                return Difference(
+                    (t, int(wrong[0])),
+                    f"{name} holds {hex_bits(seen[wrong[0]], digits)}",
+                    f"{hex_bits(rows[place][wrong[0]], digits)}, the bits of the token",
+                    f"token {t}, {slot_words(case, case.slots[t])}, kv head {head}, dim {dim}; "
+                    f"{len(wrong)} of {len(seen)} elements of the token are wrong",
+                )
+    return None
+
+
+def hex_bits(bits: Any, digits: int) -> str:
+    """Bits in hexadecimal, as wide as the dtype."""
+    return f"0x{int(bits):0{digits}x}"
+
+
+def slot_words(case: Any, slot: int) -> str:
+    """A slot as a person looks for it: slot 13 (block 3, offset 1)."""
+    return f"slot {slot} (block {slot // case.block_size}, offset {slot % case.block_size})"
+
+
+def stray_change(case: Any, run: Observation) -> Violation | None:
+    """The first element outside the addressed slots that a run changed, or that a refused store would have."""
+    if run.wild is not None and run.wild.kind != "load":
+        return Violation(str(run.wild), "stores stay inside what the call may write", _place(case, run.wild))
+    for name, change in run.changes.items():
+        allowed = np.zeros(len(change.elements), dtype=bool)
+        for start, length in case.watched().get(name, []):
+            allowed |= (change.elements >= start) & (change.elements < start + length)
+        stray = np.flatnonzero(~allowed)
+        if len(stray):
+            first = int(stray[0])
+            digits = change.after.dtype.itemsize * 2
+            return Violation(
+                f"{len(stray)} element{'s' if len(stray) > 1 else ''} changed that the call must leave alone, first "
+                f"{hex_bits(change.before[first], digits)} -> {hex_bits(change.after[first], digits)}",
+                "nothing but the addressed slots changes" if case.watched() else "the call changes none of its inputs",
+                element_words(case, name, int(change.elements[first])),
+            )
+    return None
+
+
+def is_right(case: Any, run: Observation, declared: Declaration) -> bool:
+    """Whether a run finished with the right answer and changed nothing else."""
+    return run.finished and stray_change(case, run) is None and first_difference(case, run, declared) is None
+
+
+def _place(case: Any, wild: Any) -> str:
+    return element_words(case, wild.tensor, wild.index) if wild.tensor else ""
+
+
+def element_words(case: Any, buffer: str, element: int) -> str:
+    """An element of a buffer as a person looks for it."""
+    tensors = [tensor for tensor in arguments_of(case).tensors.values() if tensor.buffer.name == buffer]
+    if not tensors:
+        return f"{buffer}, element {element}"
+    size = tensors[0].buffer.size
+    where = f"{buffer}, element {element}"
+    if tensors[0].buffer.is_cache:
+        block, inside = divmod(element, case.block_size * case.num_kv_heads * case.head_dim)
+        offset, inside = divmod(inside, case.num_kv_heads * case.head_dim)
+        where += f" = block {block}, offset {offset}, kv head {inside // case.head_dim}, dim {inside % case.head_dim}"
+    if element < 0:
+        return f"{where}: {-element} before the start of {buffer}"
+    if element >= size:
+        return f"{where}: {element - size} past the end of {buffer}, which has {size}"
+    return where
+
+
+def bits_differ(case: Any, run: Observation, twin: Observation, declared: Declaration, what: str) -> Violation | None:
+    """Where the result of a twin that must equal the case's differs from it, if both finished.
+
+    Bit for bit if the kernel is declared deterministic, else not at all (both are held to the bound by I4). Only for
+    operations whose result does not name blocks. Rows that are left untouched are not looked at.
+    """
+    if not (run.finished and twin.finished) or not declared.deterministic or run.same_result(twin):
+        return None
+    if run.output is None or twin.output is None:
+        return Violation(f"other bits in the cache {what}", "the same bits")
+    if run.output.bits.ndim != 3:
+        t = int(np.flatnonzero(run.output.bits != twin.output.bits)[0])
+        return Violation(f"slot {twin.output.bits[t]} {what}", f"slot {run.output.bits[t]}", f"token {t}")
+    differ = run.output.bits != twin.output.bits
+    if declared.empty == "untouched":
+        differ[[b for b, n in enumerate(case.context_lens) if n == 0]] = False
+    if not differ.any():
+        return None
+    b, h, d = (int(i) for i in np.argwhere(differ)[0])
+    digits = run.output.bits.dtype.itemsize * 2
+    values = [decode(item.output.bits[b, h, d : d + 1], item.output.dtype)[0] for item in (run, twin) if item.output]
+    return Violation(
+        f"out[{b}, {h}, {d}] = {values[1]:.9g} ({hex_bits(twin.output.bits[b, h, d], digits)}) {what}",
+        f"{values[0]:.9g} ({hex_bits(run.output.bits[b, h, d], digits)}), as without that",
+        f"sequence {b} (context length {case.context_lens[b]}), head {h}, dim {d}; "
+        f"{int(differ.sum())} of {differ.size} elements differ",
+    )

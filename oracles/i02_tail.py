@@ -1,0 +1,96 @@
+"""I2: only block_tables[b, :ceil(n / bs)] is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.oracles.answers import first_difference, is_right
+from pagefuzz.oracles.invariant import Invariant, Violation
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.number_formats import ITEMSIZE
+
+HARMLESS = "harmless tails"
+
+
+class TailIsUnused(Invariant):
+    """Past ceil(n / bs) a table row holds what its last owner left (vllm#42494, vllm#53982, tpu-inference#2366). Four
+    things show a use of it: an exception or a wrong result that harmless ids make go away, a traced load of the entry,
+    a traced load of a page that nobody owns, and untouched memory that was looked at."""
+
+    id = "I2"
+    statement = "only block_tables[b, :ceil(n / bs)] is used"
+    operations = ("slot_mapping", "paged_decode_attention")
+    rank = 30
+
+    def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
+        harmless = case.with_harmless_tails()
+        return {} if harmless is None else {HARMLESS: harmless}
+
+    def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
+        run = observations["case"]
+        found = self._table_loads(case, run, declared) or self._page_loads(case, run) or self._touched(case, run)
+        if found or HARMLESS not in observations:
+            return found
+        if run.raised is not None or run.wild is not None:
+            if observations[HARMLESS].finished:
+                return Violation(
+                    f"raised {run.raised}" if run.raised is not None else str(run.wild),
+                    "tail entries are never used: with ids of owned blocks in their place it runs",
+                    self._tails(case),
+                )
+            return None
+        if run.finished:
+            wrong = first_difference(case, run, declared)
+            if wrong and is_right(case.with_harmless_tails(), observations[HARMLESS], declared):
+                return Violation(
+                    wrong.seen, f"{wrong.right}, as it is with ids of owned blocks in the tails", wrong.where
+                )
+        return None
+
+    def _tails(self, case: Any) -> str:
+        return "; ".join(f"row {b} has the tail {row.tail}" for b, row in enumerate(case.sequences) if row.tail)
+
+    def _table_loads(self, case: Any, run: Observation, declared: Declaration) -> Violation | None:
+        if declared.table_reads != "exact" or run.loads is None or "block_tables" not in run.loads:
+            return None
+        stride = case.width + case.table_padding
+        for element in run.loads["block_tables"]:
+            b, column = divmod(int(element), stride)
+            used = len(case.sequences[b].blocks)
+            if column >= used:
+                return Violation(
+                    f"block_tables[{b}, {column}] = {(*case.sequences[b].blocks, *case.sequences[b].tail)[column]} "
+                    "was loaded",
+                    f"only the first {used} entries of row {b} are loaded (or declare table_reads='row')",
+                    f"sequence {b}",
+                )
+        return None
+
+    def _page_loads(self, case: Any, run: Observation) -> Violation | None:
+        owned = set(case.owned)
+        for name in ("k_cache", "v_cache"):
+            for element in (run.loads or {}).get(name, ()):
+                block = int(element) // case.block_elements()
+                if block not in owned:
+                    return self._foreign(case, name, block, "was loaded")
+        return None
+
+    def _touched(self, case: Any, run: Observation) -> Violation | None:
+        for name in ("k_cache", "v_cache"):
+            for first, last in run.touched.get(name, ()):
+                size = case.block_elements() * ITEMSIZE[case.dtype]
+                blocks = range(first // size, last // size + 1)
+                named = [entry for row in case.sequences for entry in row.tail if entry in blocks]
+                return self._foreign(case, name, named[0] if named else blocks[0], "was looked at")
+        return None
+
+    def _foreign(self, case: Any, cache: str, block: int, verb: str) -> Violation:
+        place = "outside the pool" if not 0 <= block < case.num_blocks else "owned by no sequence"
+        rows = [str(b) for b, row in enumerate(case.sequences) if block in row.tail]
+        return Violation(
+            f"block {block} of {cache}, {place}, {verb}",
+            f"only owned blocks are: {', '.join(map(str, sorted(case.owned))) or 'none'}",
+            f"the tail of row {rows[0]} names it" if rows else "no row names it",
+        )

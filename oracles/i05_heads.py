@@ -1,0 +1,62 @@
+"""I5: query head h uses kv head h // (H / KVH)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.oracles.answers import answer
+from pagefuzz.oracles.invariant import Invariant, Violation
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.number_formats import decode
+
+
+class HeadGroups(Invariant):
+    """V constant per kv head names the head of V that each query head read; K that points at another position per kv
+    head shows a wrong head of K. `repeat` in place of `repeat_interleave` is right for one kv head and for as many kv
+    heads as query heads (seeds, I5; tvm#17074, TensorRT-LLM#6573)."""
+
+    id = "I5"
+    statement = "query head h uses kv head h // (H / KVH)"
+    operations = ("paged_decode_attention",)
+    relation = True
+    rank = 45
+
+    def applies(self, case: Any, declared: Declaration) -> bool:
+        return case.num_kv_heads > 1 and any(case.context_lens)
+
+    def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
+        return {
+            "V names its kv head": replace(case, values="heads_by_value"),
+            "K points by kv head": replace(case, values="heads_by_key"),
+        }
+
+    def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
+        for name, twin in self.twins(case, declared).items():
+            run = observations[name]
+            if not run.finished:
+                continue  # I0 and I2 speak of that
+            assert run.output is not None
+            seen = decode(run.output.bits, run.output.dtype)
+            right = answer(twin, declared)
+            wrong = ~(np.abs(seen - right.exact) <= np.maximum(right.bound, 0.25))
+            for b, n in enumerate(case.context_lens):
+                if n and wrong[b].any():
+                    h, d = (int(i) for i in np.argwhere(wrong[b])[0])
+                    value = seen[b, h, d]
+                    head = h // case.group_size
+                    if name == "V names its kv head":
+                        exactly = np.isfinite(value) and abs(value - round(value)) < 0.25
+                        said = f"read V of kv head {round(value) - 1}" if exactly else f"gives {value:.6g}"
+                    else:
+                        said = f"weighed the keys of another kv head (out[{b}, {h}, {d}] = {value:.6g})"
+                    return Violation(
+                        f"query head {h} {said}",
+                        f"kv head {head} = {h} // {case.group_size}",
+                        f"sequence {b}, H = {case.num_heads}, KVH = {case.num_kv_heads}",
+                    )
+        return None

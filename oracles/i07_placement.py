@@ -1,0 +1,35 @@
+"""I7: physical placement is invisible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.oracles.answers import bits_differ
+from pagefuzz.oracles.invariant import Invariant, Violation
+from pagefuzz.oracles.observation import Observation
+
+TWIN = "other blocks"
+
+
+class PlacementIsInvisible(Invariant):
+    """The same tokens in other blocks of a larger pool give the same bits (attention-gym#189, flashinfer#3022). Slots
+    and copies follow their blocks, which I4 and I6 hold bit for bit already."""
+
+    id = "I7"
+    statement = "physical placement is invisible"
+    operations = ("paged_decode_attention",)
+    relation = True
+    rank = 60
+
+    def applies(self, case: Any, declared: Declaration) -> bool:
+        return bool(case.owned)
+
+    def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
+        ids = case.in_pool()
+        names = {block: len(ids) + 2 - index for index, block in enumerate(ids)}
+        return {TWIN: case.renamed(names, len(ids) + 4)}
+
+    def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
+        return bits_differ(case, observations["case"], observations[TWIN], declared, "with the tokens in other blocks")

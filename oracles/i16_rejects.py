@@ -1,0 +1,52 @@
+"""I16: reject or be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.oracles.invariant import Invariant, Violation
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.case import InvalidCase
+
+
+class RejectsWhatIsForbidden(Invariant):
+    """What the contract forbids raises a clear error on the host before anything is written; asked of kernels that
+    declare `rejects` (flashinfer#320, flashinfer#2255, flashinfer#2236: garbage in silence). Each case that pays for it
+    breaks the contract in one way, chosen by its seed."""
+
+    id = "I16"
+    statement = "what the contract forbids is rejected before anything is written"
+    relation = True
+    rank = 70
+
+    def applies(self, case: Any, declared: Declaration) -> bool:
+        return bool(declared.rejects)
+
+    def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
+        faults = case.faults + (case.value_faults if declared.rejects == "check_values" else ())
+        for turn in range(len(faults)):
+            twin = replace(case, fault=faults[(case.seed + turn) % len(faults)])
+            try:
+                twin.check()
+                twin.arguments()
+            except InvalidCase:
+                continue  # this case has nothing to break in that way
+            return {twin.fault: twin}
+        return {}
+
+    def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
+        for fault in self.twins(case, declared):
+            run = observations[fault]
+            asked = " with check_values=True" if fault in case.value_faults else ""
+            right = "a ValueError or another clear error from the host"
+            if run.raised is None or run.raised.inside_launch:
+                seen = f"raised {run.raised} inside the launch" if run.raised else "no error"
+                return Violation(f"{fault}: {seen}{asked}", right)
+            if run.raised.type == "AssertionError" and not run.raised.message:
+                return Violation(f"{fault}: an assertion without a message{asked}", right)
+            if run.changes:
+                return Violation(f"{fault}: memory was written before the error{asked}", "an error before any write")
+        return None

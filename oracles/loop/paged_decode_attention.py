@@ -1,0 +1,39 @@
+"""Decode attention, scalar by scalar, over the pages that the block table names."""
+
+from __future__ import annotations
+
+import math
+from operator import mul
+
+from pagefuzz.oracles.loop.memory import Memory
+from pagefuzz.strategies.case import arguments_of
+from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
+
+
+def right_answer(case: PagedDecodeAttentionCase) -> list[list[list[float]]]:
+    """out[b][h][d]; zeros for a context length of 0."""
+    tensors = arguments_of(case).tensors
+    q, k_cache, v_cache = (Memory(tensors[name]) for name in ("q", "k_cache", "v_cache"))
+    table, lengths = Memory(tensors["block_tables"]), Memory(tensors["context_lens"])
+    out = []
+    for b in range(len(case.sequences)):
+        n = int(lengths.at(b))
+        heads = []
+        for h in range(case.num_heads):
+            kv_head = h // case.group_size
+            query = q.row(b, h)
+            places = [(int(table.at(b, j // case.block_size)), j % case.block_size) for j in range(n)]
+            scores = [
+                case.scale * math.fsum(map(mul, query, k_cache.row(block, offset, kv_head))) for block, offset in places
+            ]
+            largest = max(scores, default=0.0)
+            weights = [math.exp(score - largest) for score in scores]
+            total = math.fsum(weights)
+            rows = [v_cache.row(block, offset, kv_head) for block, offset in places]
+            heads.append(
+                [math.fsum(map(mul, weights, column)) / total for column in zip(*rows, strict=True)]
+                if rows
+                else [0.0] * case.head_dim
+            )
+        out.append(heads)
+    return out

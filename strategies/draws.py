@@ -1,0 +1,72 @@
+"""Small draws and small ways to break a tensor that every operation's cases share."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from hypothesis import strategies as st
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.strategies.case import InvalidCase
+from pagefuzz.strategies.number_formats import STORAGE, decode
+from pagefuzz.strategies.tensors import Tensor
+from pagefuzz.strategies.values import FINITE_POISONS, POISONS
+
+# Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
+HEAD_DIMS = (8, 1, 2, 4, 3, 16, 8, 2, 5, 64, 32, 4, 80, 1, 16, 128, 12)
+GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
+BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
+POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
+SEEDS = st.integers(0, 2**16)
+
+assert set(POISON_ORDER) == set(POISONS) and set(FINITE_POISONS) < set(POISONS)
+
+
+@lru_cache(maxsize=64)
+def _pool(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple[int, ...]:
+    pool = tuple(size for size in preferred if declared.supports_size(what, size))
+    if pool:
+        return pool
+    listed = getattr(declared, what)
+    if callable(listed):
+        return tuple(size for size in range(1, 1025) if listed(size))[:8]
+    return tuple(sorted(listed)[:8])
+
+
+def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> st.SearchStrategy[int]:
+    """A declared size: out of `preferred` where the kernel supports any of them, else what it lists."""
+    pool = _pool(declared, what, preferred)
+    if not pool:
+        raise InvalidCase(f"nothing to draw: the declared {what} admit no size up to 1024")
+    listed = getattr(declared, what)
+    extra = () if listed is None or callable(listed) else tuple(size for size in listed if size not in pool)[:8]
+    return st.sampled_from(pool + extra)
+
+
+def one_in(n: int) -> st.SearchStrategy[bool]:
+    """True once in `n` draws; shrinks to False."""
+    return st.sampled_from((False,) * (n - 1) + (True,))
+
+
+def some_of(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    """None, one or two of `names`."""
+    if not names:
+        return st.just(())
+    return st.lists(st.sampled_from(names), max_size=2, unique=True).map(lambda drawn: tuple(sorted(drawn)))
+
+
+def recast(tensor: Tensor, dtype: str) -> None:
+    """Give a tensor another dtype and keep its numbers; a fault for I16."""
+    buffer = tensor.buffer
+    native = np.float32 if dtype == "float32" else np.float16
+    for index, (start, bits) in enumerate(buffer.pieces):
+        values = bits.astype(np.float64) if buffer.dtype.startswith("int") else decode(bits, buffer.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            buffer.pieces[index] = (start, values.astype(native).view(STORAGE[dtype]))
+    buffer.dtype = dtype
+
+
+def poke(tensor: Tensor, element: int, value: int) -> None:
+    """Put `value` at `element` of a small integer tensor's buffer; a fault for I16."""
+    tensor.buffer.pieces[0][1][element] = value

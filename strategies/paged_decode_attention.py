@@ -1,0 +1,382 @@
+"""Cases of paged_decode_attention: what they hold, how they are drawn, what makes one simpler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+from hypothesis import strategies as st
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.strategies import draws
+from pagefuzz.strategies.case import (
+    MAX_ELEMENTS,
+    Arguments,
+    InvalidCase,
+    Limits,
+    Name,
+    Padding,
+    Size,
+    WithFloats,
+    first_beyond,
+    require,
+    smaller,
+)
+from pagefuzz.strategies.layouts import GARBAGE, Paged, context_lengths, pages_of, sequences
+from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
+from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
+from pagefuzz.strategies.values import FINITE_POISONS, counter_hash, dyadic, grid, poison_bits
+
+OPERATION = "paged_decode_attention"
+POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
+
+DRAWN_VALUES = ("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows")
+# Drawn by no strategy: the special values of I3 and I5.
+PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedDecodeAttentionCase(Paged, WithFloats):
+    """One query a sequence over its pages.
+
+    num_kv_heads, group_size, head_dim: KVH, H / KVH, D. scale: on the scores. q_padding: elements between the end of a
+    row [H, D] of q and the start of the next. length_dtype: of context_lens.
+    """
+
+    operation: ClassVar[str] = OPERATION
+    value_recipes: ClassVar[tuple[str, ...]] = (*dict.fromkeys(DRAWN_VALUES), *PROBES)
+    faults: ClassVar[tuple[str, ...]] = (
+        "q of another dtype than the caches",
+        "q without its head dim",
+        "query heads not a multiple of kv heads",
+        "head dim of q and of the caches differ",
+        "v_cache with another block size",
+        "context_lens one short",
+        "block_tables as floats",
+        "block_tables one row short",
+        "context_lens as floats",
+    )
+    value_faults: ClassVar[tuple[str, ...]] = (
+        "context length past the table",
+        "negative context length",
+        "owned block past the pool",
+        "owned block negative",
+    )
+
+    num_kv_heads: Size = 1
+    group_size: Size = 1
+    head_dim: Size = 1
+    scale: float = 1.0
+    q_padding: Padding = 0
+    length_dtype: Name = "int64"
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def context_lens(self) -> tuple[int, ...]:
+        return tuple(row.context_len for row in self.sequences)
+
+    def block_elements(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_dim
+
+    def check(self) -> None:
+        super().check()
+        require(self.length_dtype in ("int32", "int64"), f"length_dtype={self.length_dtype!r} is not int32 or int64")
+        require(math.isfinite(self.scale) and abs(self.scale) <= 1e4, f"scale={self.scale!r} is not a number up to 1e4")
+        touched = (len(self.in_pool()) + 3) * self.block_elements() + sum(self.context_lens) * self.num_heads
+        rows = len(self.sequences) * (self.num_heads * self.head_dim + self.q_padding)
+        require(touched + rows <= MAX_ELEMENTS, f"{touched + rows} elements are more than a case may hold")
+        if self.fault in self.value_faults:
+            require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
+
+    def beyond(self, declared: Declaration) -> str:
+        tails = any(n % self.block_size for n in self.context_lens)
+        return super().beyond(declared) or first_beyond(
+            (declared.supports_size("head_dims", self.head_dim), f"head dim {self.head_dim}"),
+            (declared.supports_size("group_sizes", self.group_size), f"group size {self.group_size}"),
+            (self.length_dtype in declared.index_dtypes, f"{self.length_dtype} context_lens"),
+            (declared.token_strides == "any" or not self.q_padding, "q as a view"),
+            (declared.empty != "never" or all(self.context_lens), "a context length of 0"),
+            (declared.unowned == "any" or self.poison in FINITE_POISONS or not tails, f"{self.poison} in a last page"),
+        )
+
+    # ---- values
+
+    def token_ids(self, b: int) -> np.ndarray:
+        """int64[n]: one number for each token that sequence b sees; a shared page's tokens are its first owner's."""
+        row = self.sequences[b]
+        position = np.arange(row.context_len)
+        owner = np.array([self._first_owner(block, page) for page, block in enumerate(row.blocks)], dtype=np.int64)
+        return owner[position // self.block_size] * POSITIONS + position
+
+    def _first_owner(self, block: int, page: int) -> int:
+        return next(b for b, row in enumerate(self.sequences) if page < len(row.blocks) and row.blocks[page] == block)
+
+    def key_values(self, tokens: np.ndarray) -> np.ndarray:
+        """float64[len(tokens), KVH, D]: the keys of the given token ids."""
+        if self.values in ("rows_modulo", "rows_quotient", "heads_by_value"):
+            return np.zeros((len(tokens), self.num_kv_heads, self.head_dim))
+        if self.values == "heads_by_key":
+            keys = np.zeros((len(tokens), self.num_kv_heads, self.head_dim))
+            keys[:, :, 0] = (tokens % POSITIONS)[:, None] == np.arange(self.num_kv_heads)[None, :] % self.key_places()
+            return keys * self.key_strength()
+        keys = 2 * dyadic(self.seed, "k", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
+        if self.values == "shifted_rows":  # every score moves by the same large amount
+            keys[:, :, 0] = 24
+        if self.values == "ascending_rows":  # the running maximum moves at every page
+            keys[:, :, 0] = np.minimum((tokens % POSITIONS) // 2, 30)[:, None]
+        return keys
+
+    def value_values(self, tokens: np.ndarray) -> np.ndarray:
+        """float64[len(tokens), KVH, D]: the values of the given token ids."""
+        position, shape = tokens % POSITIONS, (len(tokens), self.num_kv_heads, self.head_dim)
+        if self.values in ("rows_modulo", "rows_quotient"):
+            if self.head_dim == 1:  # one-hot rows would all be alike: the row's number instead
+                return np.broadcast_to((position % 63 + 1)[:, None, None], shape).astype(np.float64)
+            hot = position % self.head_dim if self.values == "rows_modulo" else position // self.head_dim
+            return np.broadcast_to((hot[:, None] == np.arange(self.head_dim))[:, None, :], shape).astype(np.float64)
+        if self.values == "heads_by_value":
+            return np.broadcast_to(np.arange(1.0, self.num_kv_heads + 1)[None, :, None], shape).astype(np.float64)
+        if self.values == "heads_by_key":
+            return np.broadcast_to((position + 1.0)[:, None, None], shape).astype(np.float64)
+        values = 2 * dyadic(self.seed, "v", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
+        return values * 512 if self.values == "large_values" else values
+
+    def query_values(self) -> np.ndarray:
+        """float64[B, H, D]"""
+        shape = (len(self.sequences), self.num_heads, self.head_dim)
+        if self.values in ("rows_modulo", "rows_quotient", "heads_by_value"):
+            return np.zeros(shape)
+        if self.values == "heads_by_key":
+            queries = np.zeros(shape)
+            queries[:, :, 0] = 1
+            return queries
+        queries = 2 * dyadic(self.seed, "q", grid(np.arange(shape[0]), *shape[1:]), self.dtype)
+        if self.values == "large_logits":
+            queries *= 32
+        if self.values in ("shifted_rows", "ascending_rows"):
+            queries[:, :, 0] = 4
+        return queries
+
+    def key_places(self) -> int:
+        """At how many positions the keys of "heads_by_key" point: as many as the shortest sequence has."""
+        return min((n for n in self.context_lens if n), default=1)
+
+    def key_strength(self) -> float:
+        """A power of two that makes a score of "heads_by_key" 32 or more, as far as float16 holds it."""
+        return min(2.0 ** math.ceil(math.log2(32 / max(abs(self.scale), 2**-10))), 32768.0)
+
+    # ---- tensors
+
+    def rows_of_call(self) -> int:
+        return len(self.sequences)
+
+    def arguments(self) -> Arguments:
+        sizes, form = self.num_heads * self.head_dim, self.dtype
+        q = padded_rows(
+            "q",
+            form,
+            encode(self.query_values(), form).reshape(len(self.sequences), sizes),
+            (self.num_heads, self.head_dim),
+            poison_bits(self.poison, form, self.q_padding, self.seed),
+        )
+        lengths = contiguous(
+            "context_lens",
+            self.length_dtype,
+            (len(self.sequences),),
+            np.array(self.context_lens, dtype=self.length_dtype),
+        )
+        arguments: dict[str, Tensor | int | float] = {
+            "q": q,
+            "k_cache": self._cache("k_cache"),
+            "v_cache": self._cache("v_cache"),
+            "block_tables": self.block_table(),
+            "context_lens": lengths,
+            "scale": self.scale,
+        }
+        if self.fault:
+            self._break(arguments)
+        return Arguments(arguments)
+
+    def _cache(self, name: str) -> Tensor:
+        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
+        row = self.num_kv_heads * self.head_dim
+        values = self.key_values if name == "k_cache" else self.value_values
+        owned = self.owned
+        for block in self._filled_blocks():
+            bits = self._unowned(name, block).reshape(self.block_size, row)
+            filled = owned.get(block, 0)
+            if filled:
+                b, page = next(
+                    (b, sequence.blocks.index(block))
+                    for b, sequence in enumerate(self.sequences)
+                    if block in sequence.blocks
+                )
+                tokens = b * POSITIONS + page * self.block_size + np.arange(self.block_size)
+                probing = self.values in PROBES
+                known = self.block_size if probing else filled
+                bits[:known] = encode(values(tokens[:known]), self.dtype).reshape(known, row)
+            buffer.pieces.append((block * self.block_elements(), bits.reshape(-1)))
+        return Tensor(name, buffer, shape, row_major(shape))
+
+    def _filled_blocks(self) -> list[int]:
+        """The blocks that hold something: the whole of a small pool; else what the table names, and what lies around
+        it, except a block with nothing filled near it, which is left untouched so that a read of it shows."""
+        if self.num_blocks * self.block_elements() * ITEMSIZE[self.dtype] <= 4096:
+            return list(range(self.num_blocks))
+        owned = set(self.owned)
+        near = {block + step for block in owned for step in (-1, 0, 1)} | {0}
+        reach = 4096 // (self.block_elements() * ITEMSIZE[self.dtype]) + 1
+        for block in self.in_pool():
+            if any(abs(block - other) <= reach for other in owned):
+                near.add(block)
+        return sorted(block for block in near if 0 <= block < self.num_blocks)
+
+    def _unowned(self, name: str, block: int) -> np.ndarray:
+        """The bits of a block before its owner's tokens are put in: poison."""
+        if self.values in PROBES:
+            return encode(np.full(self.block_elements(), 0.0 if name == "k_cache" else 8.0), self.dtype)
+        seed = int(counter_hash(self.seed, name, np.array([block], dtype=np.uint64))[0] & np.uint64(0xFFFF))
+        return poison_bits(self.poison, self.dtype, self.block_elements(), seed).copy()
+
+    def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
+        """Break the contract as `fault` says."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        b = next((b for b, n in enumerate(self.context_lens) if n), 0)
+        table, lengths = tensors["block_tables"], tensors["context_lens"]
+        entry = b * (self.width + self.table_padding)
+        if self.fault == "q of another dtype than the caches":
+            draws.recast(tensors["q"], "float16" if self.dtype != "float16" else "float32")
+        elif self.fault == "q without its head dim":
+            tensors["q"].shape, tensors["q"].strides = tensors["q"].shape[:2], tensors["q"].strides[:2]
+        elif self.fault == "query heads not a multiple of kv heads":
+            wide = self.num_heads + 1
+            rows = np.zeros((len(self.sequences), wide * self.head_dim), dtype=FORMATS[self.dtype].bits)
+            arguments["q"] = padded_rows("q", self.dtype, rows, (wide, self.head_dim))
+            if self.num_kv_heads == 1:  # every number is a multiple of 1: no query head at all, then
+                raise InvalidCase(f"fault={self.fault!r} needs two kv heads")
+        elif self.fault == "head dim of q and of the caches differ":
+            rows = np.zeros((len(self.sequences), self.num_heads * (self.head_dim + 1)), FORMATS[self.dtype].bits)
+            arguments["q"] = padded_rows("q", self.dtype, rows, (self.num_heads, self.head_dim + 1))
+        elif self.fault == "v_cache with another block size":
+            shape = (self.num_blocks, self.block_size + 1, self.num_kv_heads, self.head_dim)
+            tensors["v_cache"].shape, tensors["v_cache"].strides = shape, row_major(shape)
+            tensors["v_cache"].buffer.size = math.prod(shape)
+        elif self.fault == "context_lens one short":
+            lengths.shape = (max(len(self.sequences) - 1, 0),)
+            require(bool(self.sequences), f"fault={self.fault!r} needs a sequence")
+        elif self.fault == "block_tables one row short":
+            table.shape = (max(len(self.sequences) - 1, 0), self.width)
+            require(bool(self.sequences), f"fault={self.fault!r} needs a sequence")
+        elif self.fault == "block_tables as floats":
+            draws.recast(table, "float32")
+        elif self.fault == "context_lens as floats":
+            draws.recast(lengths, "float32")
+        elif self.fault == "context length past the table":
+            draws.poke(lengths, b, self.width * self.block_size + 1)
+        elif self.fault == "negative context length":
+            draws.poke(lengths, b, -1)
+        elif self.fault == "owned block past the pool":
+            draws.poke(table, entry, self.num_blocks)
+        elif self.fault == "owned block negative":
+            draws.poke(table, entry, -1)
+
+    # ---- words
+
+    def features(self) -> frozenset[str]:
+        return super().features() | {
+            word
+            for word, holds in (
+                ("D >= 64", self.head_dim >= 64),
+                ("D not a power of two", self.head_dim & (self.head_dim - 1) != 0),
+                ("group >= 2", self.group_size >= 2),
+                ("group not a power of two", self.group_size & (self.group_size - 1) != 0),
+                ("q as a view", self.q_padding > 0),
+                ("scale other than 1/sqrt(D)", self.scale != self.head_dim**-0.5),
+                (self.dtype, True),
+                (f"values {self.values}", True),
+                (f"poison {self.poison}", True),
+            )
+            if holds
+        }
+
+    def shapes(self) -> str:
+        return (
+            f"B={len(self.sequences)} H={self.num_heads} KVH={self.num_kv_heads} D={self.head_dim} "
+            f"bs={self.block_size} {self.dtype} scale={self.scale:g}"
+        )
+
+    # ---- simpler
+
+    def simpler(self) -> Iterator[Self]:
+        yield from super().simpler()
+        for name in ("num_kv_heads", "group_size", "head_dim"):
+            for size in smaller(getattr(self, name)):
+                yield replace(self, **{name: size})
+        if self.q_padding:
+            yield replace(self, q_padding=0)
+            yield replace(self, q_padding=1)
+        if self.length_dtype != "int64":
+            yield replace(self, length_dtype="int64")
+        if self.scale != 1.0:
+            yield replace(self, scale=1.0)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> PagedDecodeAttentionCase:
+    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    dtype = draw(st.sampled_from(declared.dtypes))
+    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
+    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4)))
+    group_size = draw(draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
+    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    count = draw(st.sampled_from((2, 1, 3, 1, 2, 4, 2, 1, 3, 2, 1, 0, 2)))
+    empty = declared.empty != "never"
+    most = max(4 * block_size, 24) if head_dim * num_kv_heads <= 128 else max(2 * block_size + 1, 12)
+    lengths = [draw(context_lengths(block_size, min(most, 160), empty)) for _ in range(count)]
+    index_dtype = draw(st.sampled_from(declared.index_dtypes))
+    block_elements = block_size * num_kv_heads * head_dim
+    rows, num_blocks = draw(
+        sequences(
+            lengths,
+            block_size,
+            block_elements,
+            ITEMSIZE[dtype],
+            limits,
+            declared,
+            int32=index_dtype == "int32",
+            far=draw(draws.one_in(11)),
+        )
+    )
+    poisons = FINITE_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
+    return PagedDecodeAttentionCase(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        sequences=rows,
+        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
+        index_dtype=index_dtype,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from((head_dim**-0.5, 1.0, head_dim**-0.5, 0.5, 0.125))),
+        q_padding=draw(st.sampled_from((0, 1, 0, head_dim, 2 * num_kv_heads * head_dim)))
+        if declared.token_strides == "any"
+        else 0,
+        length_dtype=draw(st.sampled_from(declared.index_dtypes)),
+        dtype=dtype,
+        poison=draw(st.sampled_from(poisons)),
+        values=draw(st.sampled_from(DRAWN_VALUES)),
+        seed=draw(draws.SEEDS),
+        relations=draw(draws.some_of(relations)),
+    )
+
+
+__all__ = ["GARBAGE", "OPERATION", "PagedDecodeAttentionCase", "cases", "pages_of"]

@@ -1,0 +1,376 @@
+"""Cases of reshape_and_cache: what they hold, how they are drawn, what makes one simpler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+from hypothesis import strategies as st
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.strategies import draws
+from pagefuzz.strategies.case import (
+    FAR_ELEMENTS,
+    MAX_ELEMENTS,
+    Arguments,
+    Blocks,
+    Count,
+    Int64,
+    Limits,
+    Name,
+    Padding,
+    Size,
+    WithFloats,
+    first_beyond,
+    require,
+    smaller,
+)
+from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE
+from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
+from pagefuzz.strategies.values import copied_bits, poison_bits, sentinel_bits
+
+OPERATION = "reshape_and_cache"
+INT32_MIN = -(2**31)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshapeAndCacheCase(WithFloats):
+    """T tokens to their slots.
+
+    slots: the slot mapping; a negative one is padding. extra_rows: T' - T, rows of key and value that do not count.
+    key_padding, value_padding: elements behind each token's key and value. fused: both are views of one buffer, a
+    token's key, padding, value and padding in a row, as a fused QKV projection leaves them.
+    """
+
+    operation: ClassVar[str] = OPERATION
+    value_recipes: ClassVar[tuple[str, ...]] = ("ordinary", "bit_patterns", "signed_zeros")
+    faults: ClassVar[tuple[str, ...]] = (
+        "key of another dtype than the caches",
+        "value with another head dim",
+        "slot_mapping longer than key",
+        "slot_mapping as floats",
+        "slot_mapping two-dimensional",
+        "v_cache with another block size",
+        "k_cache with fewer heads",
+        "key with its last dim strided",
+    )
+    value_faults: ClassVar[tuple[str, ...]] = ("slot past the pool", "the same slot twice")
+
+    block_size: Size
+    num_blocks: Blocks
+    slots: tuple[Int64, ...] = ()
+    extra_rows: Count = 0
+    num_kv_heads: Size = 1
+    head_dim: Size = 1
+    key_padding: Padding = 0
+    value_padding: Padding = 0
+    fused: bool = False
+    index_dtype: Name = "int64"
+
+    @property
+    def row(self) -> int:
+        """Elements of one token in one cache."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def rows(self) -> int:
+        """T', the rows of key and value."""
+        return len(self.slots) + self.extra_rows
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The tokens whose slot is negative."""
+        return tuple(t for t, slot in enumerate(self.slots) if slot < 0)
+
+    def check(self) -> None:
+        super().check()
+        require(self.index_dtype in ("int32", "int64"), f"index_dtype={self.index_dtype!r} is not int32 or int64")
+        addressed = [slot for slot in self.slots if slot >= 0]
+        total = self.num_blocks * self.block_size
+        for t, slot in enumerate(self.slots):
+            require(slot < total, f"token {t}: slot {slot} is not in the pool of {total} slots")
+            if self.index_dtype == "int32":
+                require(INT32_MIN <= slot < 2**31, f"token {t}: slot {slot} does not fit int32")
+        require(len(set(addressed)) == len(addressed), "two tokens have the same slot")
+        require(len(self.slots) <= 4096, f"{len(self.slots)} tokens are more than a case may hold")
+        touched = self.rows * (2 * self.row + self.key_padding + self.value_padding)
+        touched += (3 * len(addressed) + 4) * self.block_size * self.row
+        require(touched <= MAX_ELEMENTS, f"{touched} elements are more than a case may hold")
+        if self.fault == "slot past the pool":
+            require(bool(self.slots), f"fault={self.fault!r} needs a token")
+        if self.fault == "the same slot twice":
+            require(bool(addressed) and len(self.slots) >= 2, f"fault={self.fault!r} needs two tokens, one with a slot")
+
+    def beyond(self, declared: Declaration) -> str:
+        least = {"any": -(2**63), "minus_one": -1, "never": 0}[declared.negative_slots]
+        views = self.fused or self.key_padding or self.value_padding
+        return super().beyond(declared) or first_beyond(
+            (declared.supports_size("block_sizes", self.block_size), f"block size {self.block_size}"),
+            (declared.supports_size("head_dims", self.head_dim), f"head dim {self.head_dim}"),
+            (self.index_dtype in declared.index_dtypes, f"{self.index_dtype} slots"),
+            (declared.token_strides == "any" or not views, "key and value as views"),
+            (min(self.slots, default=0) >= least, f"slot {min(self.slots, default=0)}"),
+        )
+
+    # ---- tensors
+
+    def token_bits(self, role: str) -> np.ndarray:
+        """[T', KVH * D] bits of key or value; a padded token holds its sentinel."""
+        counters = np.arange(self.rows * self.row, dtype=np.uint64)
+        bits = copied_bits(self.values, self.seed, role, counters, self.dtype).reshape(self.rows, self.row)
+        for t in self.padded:
+            bits[t] = sentinel_bits(t, self.row, self.dtype)
+        return bits
+
+    def rows_of_call(self) -> int:
+        return len(self.slots)
+
+    def arguments(self) -> Arguments:
+        inner, form = (self.num_kv_heads, self.head_dim), self.dtype
+        key, value = self.token_bits("key"), self.token_bits("value")
+        key_gap = poison_bits(self.poison, form, self.key_padding, self.seed)
+        value_gap = poison_bits(self.poison, form, self.value_padding, self.seed)
+        if self.fused:
+            gap = np.broadcast_to(key_gap, (self.rows, self.key_padding))
+            line = np.concatenate([key, gap, value], axis=1)
+            first = padded_rows("key", form, line, (line.shape[1],), value_gap)
+            first.buffer.name = "qkv"
+            stride = (first.strides[0], *row_major(inner))
+            keys = Tensor("key", first.buffer, (self.rows, *inner), stride)
+            values = Tensor("value", first.buffer, (self.rows, *inner), stride, offset=self.row + self.key_padding)
+        else:
+            keys = padded_rows("key", form, key, inner, key_gap)
+            values = padded_rows("value", form, value, inner, value_gap)
+        slots = np.array(self.slots, dtype=self.index_dtype)
+        arguments: dict[str, Tensor | int | float] = {
+            "key": keys,
+            "value": values,
+            "k_cache": self._cache("k_cache"),
+            "v_cache": self._cache("v_cache"),
+            "slot_mapping": contiguous("slot_mapping", self.index_dtype, slots.shape, slots),
+        }
+        if self.fault:
+            self._break(arguments)
+        return Arguments(arguments)
+
+    def _cache(self, name: str) -> Tensor:
+        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
+        elements = self.block_size * self.row
+        for block in self._filled_blocks():
+            counters = block * elements + np.arange(elements, dtype=np.uint64)
+            buffer.pieces.append((block * elements, copied_bits(self.values, self.seed, name, counters, self.dtype)))
+        return Tensor(name, buffer, shape, row_major(shape))
+
+    def _filled_blocks(self) -> list[int]:
+        """The blocks with previous contents: all of a small pool; else the addressed ones, their neighbours, the first
+        and the last."""
+        if self.num_blocks * self.block_size * self.row * ITEMSIZE[self.dtype] <= 8192:
+            return list(range(self.num_blocks))
+        addressed = {slot // self.block_size for slot in self.slots if slot >= 0}
+        near = {block + step for block in addressed for step in (-1, 0, 1)} | {0, self.num_blocks - 1}
+        return sorted(block for block in near if 0 <= block < self.num_blocks)
+
+    def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
+        """Break the contract as `fault` says."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        key, slots = tensors["key"], tensors["slot_mapping"]
+        if self.fault == "key of another dtype than the caches":
+            other = "float16" if self.dtype != "float16" else "float32"
+            bits = np.zeros((self.rows, self.row), dtype=FORMATS[other].bits)
+            arguments["key"] = padded_rows("key", other, bits, (self.num_kv_heads, self.head_dim))
+        elif self.fault == "value with another head dim":
+            bits = np.zeros((self.rows, self.num_kv_heads * (self.head_dim + 1)), dtype=FORMATS[self.dtype].bits)
+            inner = (self.num_kv_heads, self.head_dim + 1)
+            arguments["value"] = padded_rows("value", self.dtype, bits, inner)
+        elif self.fault == "slot_mapping longer than key":
+            longer = np.full(self.rows + 1, -1, dtype=self.index_dtype)
+            arguments["slot_mapping"] = contiguous("slot_mapping", self.index_dtype, longer.shape, longer)
+        elif self.fault == "slot_mapping as floats":
+            draws.recast(slots, "float32")
+        elif self.fault == "slot_mapping two-dimensional":
+            slots.shape, slots.strides = (len(self.slots), 1), (1, 1)
+        elif self.fault == "v_cache with another block size":
+            cache = tensors["v_cache"]
+            cache.shape = (self.num_blocks, self.block_size + 1, self.num_kv_heads, self.head_dim)
+            cache.strides = row_major(cache.shape)
+            cache.buffer.size = math.prod(cache.shape)
+        elif self.fault == "k_cache with fewer heads":
+            require(self.num_kv_heads > 1, f"fault={self.fault!r} needs two kv heads")
+            cache = tensors["k_cache"]
+            cache.shape = (self.num_blocks, self.block_size, self.num_kv_heads - 1, self.head_dim)
+            cache.strides = row_major(cache.shape)
+        elif self.fault == "key with its last dim strided":
+            require(self.head_dim > 1 and self.rows > 0, f"fault={self.fault!r} needs two dims and a token")
+            bits = np.zeros((self.rows, 2 * self.row), dtype=FORMATS[self.dtype].bits)
+            wide = padded_rows("key", self.dtype, bits, (self.num_kv_heads, 2 * self.head_dim))
+            arguments["key"] = Tensor(
+                "key", wide.buffer, key.shape, (2 * self.row, 2 * self.head_dim, 2) if self.rows else key.strides
+            )
+        elif self.fault == "slot past the pool":
+            draws.poke(slots, 0, self.num_blocks * self.block_size)
+        elif self.fault == "the same slot twice":
+            t = next(t for t, slot in enumerate(self.slots) if slot >= 0)
+            draws.poke(slots, t - 1 if t else 1, self.slots[t])
+
+    def watched(self) -> dict[str, list[tuple[int, int]]]:
+        runs = [(slot * self.row, self.row) for slot in self.slots if slot >= 0]
+        return {"k_cache": runs, "v_cache": runs}
+
+    # ---- words
+
+    def is_far(self) -> bool:
+        """Whether some addressed slot lies 2^31 elements or more into its cache."""
+        return max(self.slots, default=0) * self.row >= FAR_ELEMENTS
+
+    def features(self) -> frozenset[str]:
+        addressed = [slot for slot in self.slots if slot >= 0]
+        return frozenset(
+            word
+            for word, holds in (
+                ("T = 0", not self.slots),
+                ("T >= 2", len(self.slots) >= 2),
+                ("padded slots", bool(self.padded)),
+                ("padded slots other than -1", any(slot < -1 for slot in self.slots)),
+                ("every slot padded", bool(self.slots) and not addressed),
+                ("T' > T", self.extra_rows > 0),
+                ("fused QKV view", self.fused),
+                ("key and value strides differ", not self.fused and self.key_padding != self.value_padding),
+                ("D >= 64", self.head_dim >= 64),
+                ("KVH * D not a power of two", self.row & (self.row - 1) != 0),
+                ("block size not a power of two", self.block_size & (self.block_size - 1) != 0),
+                ("offset past 2^31", self.is_far()),
+                ("int32 index", self.index_dtype == "int32"),
+                (self.dtype, True),
+                (f"values {self.values}", True),
+            )
+            if holds
+        )
+
+    def shapes(self) -> str:
+        return (
+            f"T={len(self.slots)} T'={self.rows} KVH={self.num_kv_heads} D={self.head_dim} bs={self.block_size} "
+            f"N={self.num_blocks} {self.dtype}"
+        )
+
+    def lines(self) -> list[str]:
+        drawn = [f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
+        for t, slot in enumerate(self.slots):
+            place = f"block {slot // self.block_size}, offset {slot % self.block_size}" if slot >= 0 else "padding"
+            drawn.append(f"token {t}: slot {slot}  ({place})")
+        if self.extra_rows:
+            drawn.append(f"rows {len(self.slots)} to {self.rows - 1} of key and value do not count")
+        return drawn
+
+    # ---- other layouts of the same tokens
+
+    def compact(self) -> Self | None:
+        if not self.is_far():
+            return None
+        blocks = sorted({slot // self.block_size for slot in self.slots if slot >= 0})
+        return self._renamed({block: index for index, block in enumerate(blocks)}, len(blocks))
+
+    def _renamed(self, names: dict[int, int], num_blocks: int) -> Self:
+        size = self.block_size
+        slots = tuple(slot if slot < 0 else names[slot // size] * size + slot % size for slot in self.slots)
+        return replace(self, slots=slots, num_blocks=num_blocks)
+
+    def simpler(self) -> Iterator[Self]:
+        yield from super().simpler()
+        slots, count = self.slots, len(self.slots)
+        for t in range(count):
+            if count > 1:
+                yield replace(self, slots=(slots[t],))
+        for t in range(count):
+            yield replace(self, slots=slots[:t] + slots[t + 1 :])
+        for rows in smaller(self.extra_rows, 0):
+            yield replace(self, extra_rows=rows)
+        for name in ("num_kv_heads", "head_dim"):
+            for size in smaller(getattr(self, name)):
+                yield replace(self, **{name: size})
+        for size in smaller(self.block_size):
+            yield replace(self, block_size=size, num_blocks=max(1, -(-(max(slots, default=0) + 1) // size)))
+        for name in ("fused", "key_padding", "value_padding"):
+            if getattr(self, name):
+                yield replace(self, **{name: type(getattr(self, name))(0)})
+                if getattr(self, name) > 1:
+                    yield replace(self, **{name: 1})
+        if self.index_dtype != "int64":
+            yield replace(self, index_dtype="int64")
+        if any(slot < -1 for slot in slots):
+            yield replace(self, slots=tuple(max(slot, -1) for slot in slots))
+        blocks = list(dict.fromkeys(slot // self.block_size for slot in slots if slot >= 0))
+        for order in (blocks, sorted(blocks)):
+            if order != list(range(len(order))):
+                names = {block: index for index, block in enumerate(order)}
+                yield self._renamed(names, max(len(order), 1))
+                yield self._renamed(names, max(self.num_blocks, 1))
+        for place, slot in enumerate(sorted(slot for slot in slots if slot >= 0)):
+            if slot > place and place not in slots:
+                yield replace(self, slots=tuple(place if each == slot else each for each in slots))
+        for pool in (max(blocks, default=0) + 1, max(blocks, default=0) + 2):
+            if pool < self.num_blocks:
+                yield replace(self, num_blocks=pool)
+        if max(slots, default=-1) >= self.block_size * 2 and self.is_far():
+            block = -(-FAR_ELEMENTS // (self.block_size * self.row))
+            for t, slot in enumerate(slots):
+                if slot > block * self.block_size and block * self.block_size not in slots:
+                    yield replace(self, slots=(*slots[:t], block * self.block_size, *slots[t + 1 :]))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> ReshapeAndCacheCase:
+    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    dtype = draw(st.sampled_from(declared.dtypes))
+    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
+    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4, 5, 8)))
+    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    index_dtype = draw(st.sampled_from(declared.index_dtypes))
+    row = num_kv_heads * head_dim
+    count = draw(st.sampled_from((2, 1, 3, 4, 2, 6, 3, 0, 1, 5)))
+    num_blocks = pages = -(-count // block_size) + draw(st.sampled_from((1, 0, 2, 5)))
+    pages = num_blocks = max(pages, 1)
+    slots = draw(st.lists(st.integers(0, pages * block_size - 1), min_size=count, max_size=count, unique=True))
+    if draw(draws.one_in(6)):
+        jump = draw(st.sampled_from((FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))) // (block_size * row) + 1
+        most = limits.cache_bytes // (block_size * row * ITEMSIZE[dtype])
+        if index_dtype == "int32":
+            most = min(most, 2**31 // block_size)
+        if jump * block_size * row >= 2 * FAR_ELEMENTS and jump + pages > most:
+            jump = FAR_ELEMENTS // (block_size * row) + 1
+        if jump + pages <= most:
+            slots = [slot + jump * block_size if t % 3 != 2 else slot for t, slot in enumerate(slots)]
+            num_blocks = jump + pages
+    if declared.negative_slots != "never" and count:
+        values = (-1,) if declared.negative_slots == "minus_one" else (-1, -1, -2, -block_size - 1, -99999, INT32_MIN)
+        where = draw(st.sampled_from(("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last")))
+        negative = draw(st.sampled_from(values))
+        if where == "any":
+            chosen = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
+        else:
+            chosen = {"nowhere": set(), "first": {0}, "last": {count - 1}, "everywhere": set(range(count))}[where]
+        slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
+    paddings = (0, 1, 0, head_dim, 3 * row, 2)
+    strided = declared.token_strides == "any"
+    return ReshapeAndCacheCase(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        slots=tuple(slots),
+        extra_rows=draw(st.sampled_from((0, 0, 0, 1, 3))),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        key_padding=draw(st.sampled_from(paddings)) if strided else 0,
+        value_padding=draw(st.sampled_from(paddings)) if strided else 0,
+        fused=draw(st.booleans()) if strided else False,
+        index_dtype=index_dtype,
+        dtype=dtype,
+        values=draw(st.sampled_from(("ordinary", "bit_patterns", "ordinary", "signed_zeros"))),
+        poison=draw(st.sampled_from(draws.POISON_ORDER)),
+        seed=draw(draws.SEEDS),
+        relations=draw(draws.some_of(relations)),
+    )

@@ -1,0 +1,213 @@
+"""Cases of slot_mapping: what they hold, how they are drawn, what makes one simpler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
+
+import numpy as np
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from pagefuzz.kernels.registry import Declaration
+from pagefuzz.strategies import draws
+from pagefuzz.strategies.case import FAR_ELEMENTS, Arguments, Case, Limits, Name, first_beyond, require, smaller
+from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_lengths, sequences
+from pagefuzz.strategies.tensors import Tensor, contiguous
+
+OPERATION = "slot_mapping"
+Index = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token: its sequence and its position there. A negative position is padding; seq_id is then arbitrary."""
+
+    seq_id: Index = 0
+    position: Index = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotMappingCase(Paged):
+    """The slots of T tokens. token_dtype: of seq_ids and positions."""
+
+    operation: ClassVar[str] = OPERATION
+    faults: ClassVar[tuple[str, ...]] = (
+        "block_tables as floats",
+        "positions one short",
+        "seq_ids as floats",
+        "block_tables one-dimensional",
+        "block_size 0",
+        "block_size negative",
+    )
+    value_faults: ClassVar[tuple[str, ...]] = ("position past the table", "seq_id past the batch", "seq_id negative")
+
+    tokens: tuple[Token, ...] = ()
+    token_dtype: Name = "int64"
+
+    def check(self) -> None:
+        super().check()
+        require(self.token_dtype in ("int32", "int64"), f"token_dtype={self.token_dtype!r} is not int32 or int64")
+        require(len(self.tokens) <= 4096, f"{len(self.tokens)} tokens are more than a case may hold")
+        for t, token in enumerate(self.tokens):
+            if token.position >= 0:
+                require(0 <= token.seq_id < len(self.sequences), f"token {t}: there is no sequence {token.seq_id}")
+                n = self.sequences[token.seq_id].context_len
+                require(token.position < n, f"token {t}: position {token.position} of a sequence with {n} tokens")
+        if self.fault in self.value_faults:
+            require(any(token.position >= 0 for token in self.tokens), f"fault={self.fault!r} needs a token")
+
+    def beyond(self, declared: Declaration) -> str:
+        least = {"any": -(2**31), "minus_one": -1, "never": 0}[declared.negative_slots]
+        lowest = min((token.position for token in self.tokens), default=0)
+        return super().beyond(declared) or first_beyond(
+            (self.token_dtype in declared.index_dtypes, f"{self.token_dtype} positions"),
+            (lowest >= least, f"position {lowest}"),
+        )
+
+    def block_elements(self) -> int:
+        return self.block_size  # ids are not bound by a cache here: the slot itself is what may pass 2^31
+
+    def rows_of_call(self) -> int:
+        return len(self.tokens)
+
+    def arguments(self) -> Arguments:
+        columns = {
+            name: np.array([getattr(token, field) for token in self.tokens], dtype=self.token_dtype)
+            for name, field in (("seq_ids", "seq_id"), ("positions", "position"))
+        }
+        arguments: dict[str, Tensor | int | float] = {
+            "block_tables": self.block_table(),
+            **{name: contiguous(name, self.token_dtype, bits.shape, bits) for name, bits in columns.items()},
+            "block_size": self.block_size,
+        }
+        if self.fault:
+            self._break(arguments)
+        return Arguments(arguments)
+
+    def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
+        """Break the contract as `fault` says."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        table = tensors["block_tables"]
+        t = next((t for t, token in enumerate(self.tokens) if token.position >= 0), 0)
+        if self.fault == "block_tables as floats":
+            draws.recast(table, "float32")
+        elif self.fault == "positions one short":
+            require(bool(self.tokens), f"fault={self.fault!r} needs a token")
+            tensors["positions"].shape = (len(self.tokens) - 1,)
+        elif self.fault == "seq_ids as floats":
+            draws.recast(tensors["seq_ids"], "float32")
+        elif self.fault == "block_tables one-dimensional":
+            table.shape, table.strides = (self.width,) if self.sequences else (0,), (1,)
+        elif self.fault.startswith("block_size"):
+            arguments["block_size"] = 0 if self.fault.endswith("0") else -self.block_size
+        elif self.fault == "position past the table":
+            draws.poke(tensors["positions"], t, self.width * self.block_size)
+        elif self.fault == "seq_id past the batch":
+            draws.poke(tensors["seq_ids"], t, len(self.sequences))
+        elif self.fault == "seq_id negative":
+            draws.poke(tensors["seq_ids"], t, -1)
+
+    def features(self) -> frozenset[str]:
+        return super().features() | {
+            word
+            for word, holds in (
+                ("T = 0", not self.tokens),
+                ("padded slots", any(token.position < 0 for token in self.tokens)),
+                ("tokens out of order", list(self.tokens) != sorted(self.tokens, key=lambda t: (t.seq_id, t.position))),
+            )
+            if holds
+        }
+
+    def shapes(self) -> str:
+        return f"T={len(self.tokens)} B={len(self.sequences)} M={self.width} bs={self.block_size}"
+
+    def lines(self) -> list[str]:
+        return super().lines() + [
+            f"token {t}: sequence {token.seq_id}, position {token.position}"
+            + (" (padding)" if token.position < 0 else "")
+            for t, token in enumerate(self.tokens)
+        ]
+
+    def fitted(self, rows: object, width: int | None = None) -> Self:
+        fitted = super().fitted(rows, width)  # type: ignore[arg-type]  # the base names the type
+        kept = tuple(token for token in self.tokens if fitted._holds(token))
+        return replace(fitted, tokens=kept)
+
+    def _holds(self, token: Token) -> bool:
+        if token.position < 0:
+            return True
+        return token.seq_id < len(self.sequences) and token.position < self.sequences[token.seq_id].context_len
+
+    def simpler(self) -> Iterator[Self]:
+        for t in range(len(self.tokens)):
+            if len(self.tokens) > 1:
+                yield replace(self, tokens=(self.tokens[t],))
+        for t in range(len(self.tokens)):
+            yield replace(self, tokens=self.tokens[:t] + self.tokens[t + 1 :])
+        for b in range(len(self.sequences)):  # drop a sequence and renumber the tokens behind it
+            rows = self.sequences[:b] + self.sequences[b + 1 :]
+            kept = tuple(
+                replace(token, seq_id=token.seq_id - (token.seq_id > b))
+                for token in self.tokens
+                if token.position < 0 or token.seq_id != b
+            )
+            if len(self.sequences) > 1:
+                yield replace(replace(self, tokens=kept), sequences=rows).fitted(rows)
+                yield replace(replace(self, tokens=kept), sequences=rows).fitted(rows, self.width)
+        yield from super().simpler()
+        for t, token in enumerate(self.tokens):
+            tries = [replace(token, position=fewer) for fewer in smaller(token.position, 0)]
+            if token.position < 0:
+                tries = [each for each in (Token(0, -1), Token(token.seq_id, -1)) if each != token]
+            for each in tries:
+                yield replace(self, tokens=(*self.tokens[:t], each, *self.tokens[t + 1 :]))
+        if self.token_dtype != "int64":
+            yield replace(self, token_dtype="int64")
+
+
+@st.composite
+def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()) -> SlotMappingCase:
+    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    count = draw(st.sampled_from((2, 1, 3, 1, 4, 0, 2)))
+    lengths = [draw(context_lengths(block_size, 96, True)) for _ in range(count)]
+    index_dtype = draw(st.sampled_from(declared.index_dtypes))
+    far = draw(draws.one_in(9))
+    rows, num_blocks = draw(
+        sequences(lengths, block_size, block_size, 1, Limits(2**62), declared, int32=index_dtype == "int32", far=far)
+    )
+    alive = [b for b, row in enumerate(rows) if row.context_len]
+    tokens = []
+    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4)))):
+        if not alive or (declared.negative_slots != "never" and draw(draws.one_in(4))):
+            if declared.negative_slots == "never":
+                break
+            position = -1 if declared.negative_slots == "minus_one" else draw(st.sampled_from((-1, -1, -2, -GARBAGE)))
+            tokens.append(Token(draw(st.sampled_from((0, GARBAGE, -1, INT32_MAX))), position))
+            continue
+        b = draw(st.sampled_from(alive))
+        n = rows[b].context_len
+        kind = draw(st.sampled_from(("any", "last", "any", "page start")))
+        if kind == "last":
+            position = n - 1
+        elif kind == "page start":
+            position = (n - 1) // block_size * block_size
+        else:
+            position = draw(st.integers(0, n - 1))
+        tokens.append(Token(b, position))
+    return SlotMappingCase(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        sequences=rows,
+        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
+        index_dtype=index_dtype,
+        tokens=tuple(tokens),
+        token_dtype=draw(st.sampled_from(declared.index_dtypes)),
+        seed=0,
+        relations=draw(draws.some_of(relations)),
+    )
+
+
+__all__ = ["FAR_ELEMENTS", "OPERATION", "Case", "SlotMappingCase", "Token", "cases"]
