@@ -143,7 +143,7 @@ class Arena(ABC):
 
     def _border(self, index: int) -> int:
         """The byte from which on the guard zone belongs to places[index] and no longer to the one before it."""
-        start, buffer = self.places[index]
+        start = self.places[index][0]
         before, previous = self.places[index - 1]
         end = before + previous.size * ITEMSIZE[previous.dtype]
         return start - ((start - end) // 2 // ALIGNMENT * ALIGNMENT)

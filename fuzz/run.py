@@ -47,7 +47,6 @@ class Runner:
 
     def _observe(self, kernel: Kernel, case: Case, placed: list[Any], named: dict[str, Any]) -> Observation:
         keywords = {"check_values": True} if case.fault in case.value_faults and case.fault else {}
-        trace: Any = None
         raised = output = None
         misreturned = ""
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
@@ -112,7 +111,7 @@ def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tu
         return None, ""  # what a write returns is nobody's business
     if not isinstance(result, torch.Tensor):
         return None, f"returned {type(result).__name__}, not a tensor"
-    like = named["q"] if "q" in named else None
+    like = named.get("q")
     dtype = like.dtype if like is not None else torch.int64
     shape = tuple(like.shape) if like is not None else tuple(named["positions"].shape)
     device = named["block_tables"].device

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +28,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
 from pagefuzz.fuzz.shrink import shrink
-from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, VIOLATION, Judge, Verdict
+from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
-from pagefuzz.oracles.invariant import InvariantViolated, Violation
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, InvalidCase
 
@@ -210,10 +210,8 @@ class Session:
                 found.append((case, verdict))
             raise Failed
 
-        try:
+        with suppress(Failed):
             one_case()
-        except Failed:
-            pass
         statistics.seconds = time.perf_counter() - started
         if found:
             statistics.violations += 1

@@ -1,18 +1,20 @@
 """Shrinks a failing case to what a person would have written.
 
-Hypothesis finds failures; this makes them small, by steps that know what a layout is (`Case.simpler`: one sequence, one
-head, fewer tokens, smaller blocks, blocks in order, no tail, ...), boldest first, until no step is left that still fails.
+Hypothesis finds failures; this makes them small, by steps that know what a layout is (`Case.simpler`: one sequence,
+one head, fewer tokens, smaller blocks, blocks in order, no tail, ...), boldest first, until no step still fails.
 The invariant that is named never gives way to a vaguer one: a lost padded token does not become "wrong numbers".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pagefuzz.fuzz.verdict import VIOLATION, Judge, Verdict
 from pagefuzz.strategies.case import Case
 
 MOST_TRIES = 3000
+OTHER_SEEDS = (1, 2, 3)
 
 
 def shrink(judge: Judge, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
@@ -36,15 +38,22 @@ def _smallest(judge: Judge, case: Case, verdict: Verdict, tried: set[Case]) -> C
     named = verdict.invariant
     asked = tuple(item.id for item in judge.invariants if not item.relation or item is named)
     case = replace(case, relations=(named.id,) if named.relation else ())
-    progress = True
-    while progress:
-        progress = False
-        for simpler in case.simpler():
+    while True:
+        for simpler in _steps(case):
             if simpler in tried or len(tried) >= MOST_TRIES:
                 continue
             tried.add(simpler)
             found = judge.verdict(simpler, asked)
             if found.kind == VIOLATION and found.invariant is not None and found.invariant.rank <= named.rank:
-                case, progress = simpler, True
+                case = simpler
                 break
-    return case
+        else:
+            return case
+
+
+def _steps(case: Case) -> Iterator[Case]:
+    """The simpler cases, then the same with other values, since a fault may show with some values only."""
+    yield from case.simpler()
+    for seed in OTHER_SEEDS:
+        for simpler in case.simpler():
+            yield replace(simpler, seed=seed)

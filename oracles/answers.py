@@ -22,7 +22,6 @@ from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, arguments_of
 from pagefuzz.strategies.number_formats import FORMATS, decode
 
-
 DENSE: dict[str, Callable[..., Any]] = {
     "slot_mapping": lambda case, declared: dense_slot_mapping.right_answer(case),
     "reshape_and_cache": lambda case, declared: dense_reshape_and_cache.right_answer(case),
@@ -192,6 +191,9 @@ def element_words(case: Any, buffer: str, element: int) -> str:
         return f"{buffer}, element {element}"
     size = tensors[0].buffer.size
     where = f"{buffer}, element {element}"
+    if buffer == "block_tables" and 0 <= element < size:
+        b, column = divmod(element, case.width + case.table_padding)
+        return f"{where} = row {b}, column {column} of {case.width}"
     if tensors[0].buffer.is_cache:
         block, inside = divmod(element, case.block_size * case.num_kv_heads * case.head_dim)
         offset, inside = divmod(inside, case.num_kv_heads * case.head_dim)

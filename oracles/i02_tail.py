@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import first_difference, is_right
+from pagefuzz.oracles.answers import element_words, first_difference, is_right
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.number_formats import ITEMSIZE
 
 HARMLESS = "harmless tails"
+_PAGED = ("block_tables", "k_cache", "v_cache")
 
 
 class TailIsUnused(Invariant):
@@ -30,13 +31,19 @@ class TailIsUnused(Invariant):
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         run = observations["case"]
+        if run.wild is not None and run.wild.kind == "load" and run.wild.tensor in _PAGED:
+            return Violation(
+                str(run.wild),
+                "loads stay inside the table and inside owned pages",
+                element_words(case, run.wild.tensor, run.wild.index) + self._tails(case, "; "),
+            )
         found = self._table_loads(case, run, declared) or self._page_loads(case, run) or self._touched(case, run)
         if found or HARMLESS not in observations:
             return found
-        if run.raised is not None or run.wild is not None:
+        if run.raised is not None:
             if observations[HARMLESS].finished:
                 return Violation(
-                    f"raised {run.raised}" if run.raised is not None else str(run.wild),
+                    f"raised {run.raised}",
                     "tail entries are never used: with ids of owned blocks in their place it runs",
                     self._tails(case),
                 )
@@ -49,8 +56,9 @@ class TailIsUnused(Invariant):
                 )
         return None
 
-    def _tails(self, case: Any) -> str:
-        return "; ".join(f"row {b} has the tail {row.tail}" for b, row in enumerate(case.sequences) if row.tail)
+    def _tails(self, case: Any, before: str = "") -> str:
+        tails = [f"row {b} has the tail {row.tail}" for b, row in enumerate(case.sequences) if row.tail]
+        return before + "; ".join(tails) if tails else ""
 
     def _table_loads(self, case: Any, run: Observation, declared: Declaration) -> Violation | None:
         if declared.table_reads != "exact" or run.loads is None or "block_tables" not in run.loads:

@@ -27,9 +27,7 @@ class PlacementIsInvisible(Invariant):
         return bool(case.owned)
 
     def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
-        ids = case.in_pool()
-        names = {block: len(ids) + 2 - index for index, block in enumerate(ids)}
-        return {TWIN: case.renamed(names, len(ids) + 4)}
+        return {TWIN: case.elsewhere(case.in_pool()[::-1], free=3)}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         return bits_differ(case, observations["case"], observations[TWIN], declared, "with the tokens in other blocks")

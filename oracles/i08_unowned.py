@@ -16,8 +16,8 @@ TWIN = "other values where nobody owns"
 
 
 class UnownedIsInvisible(Invariant):
-    """Free blocks, block 0, the tail of the last page and the gaps of views hold poison; other poison must give the same
-    bits. A weight of 0 times a NaN of the last page's tail is a NaN (vllm#641, flashinfer#941, jax 11cf85deb0)."""
+    """Free blocks, block 0, the tail of the last page and the gaps of views hold poison; other poison must give the
+    same bits. A weight of 0 times a NaN of the last page's tail is a NaN (vllm#641, flashinfer#941, jax 11cf85deb0)."""
 
     id = "I8"
     statement = "what nobody owns is invisible"

@@ -56,7 +56,7 @@ class Invariant:
         return True
 
     def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
-        """The further cases that `judge` looks at, by a name of its choice. None of them runs before it is looked at."""
+        """The further cases that `judge` looks at, by names of its choice. None runs before it is looked at."""
         return {}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Self
 
 import numpy as np
@@ -29,6 +30,7 @@ from pagefuzz.strategies.tensors import Tensor, padded_rows
 
 INT32_MAX = 2**31 - 1
 GARBAGE = 99999
+PAGE = 4096  # bytes of a memory page
 
 
 def pages_of(tokens: int, block_size: int) -> int:
@@ -69,6 +71,10 @@ class Paged(Case):
         """Elements of one block in one cache (1 for an operation without a cache)."""
         return 1
 
+    def itemsize(self) -> int:
+        """Bytes of one element of a cache (64, so that nothing depends on it, for an operation without a cache)."""
+        return 64
+
     def check(self) -> None:
         super().check()
         require(self.index_dtype in ("int32", "int64"), f"index_dtype={self.index_dtype!r} is not int32 or int64")
@@ -77,7 +83,7 @@ class Paged(Case):
             pages = pages_of(sequence.context_len, self.block_size)
             require(
                 len(sequence.blocks) == pages,
-                f"sequence {b} has {len(sequence.blocks)} blocks where context_len {sequence.context_len} needs {pages}",
+                f"sequence {b} has {len(sequence.blocks)} blocks; its context_len {sequence.context_len} needs {pages}",
             )
             require(
                 len(sequence.blocks) + len(sequence.tail) == self.width,
@@ -157,11 +163,18 @@ class Paged(Case):
         tails = {block for row in self.sequences for block in row.tail if 0 <= block < self.num_blocks}
         return sorted(tails | set(self.owned))
 
+    def elsewhere(self, ids: list[int], free: int = 0) -> Self:
+        """The same tokens in a compact pool with `free` more blocks, the blocks `ids` in this order.
+
+        A block keeps its address modulo 64 bytes: how rows happen to be aligned may choose the order of a kernel's
+        sums, and with it the last bit; alignment is drawn by views, never by accident.
+        """
+        period = 64 // gcd(64, self.block_elements() * self.itemsize())
+        names = {block: index * period + block % period for index, block in enumerate(ids)}
+        return self.renamed(names, max(names.values(), default=0) + 1 + free)
+
     def compact(self) -> Self | None:
-        if not self.is_far():
-            return None
-        ids = self.in_pool()
-        return self.renamed({block: index for index, block in enumerate(ids)}, len(ids))
+        return self.elsewhere(self.in_pool()) if self.is_far() else None
 
     def with_harmless_tails(self) -> Self | None:
         """Every tail entry names a block that the row owns, or block 0."""
@@ -220,6 +233,7 @@ class Paged(Case):
                 yield self.fitted(tails, self.width)
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
+            yield from self.roomy(self.repaged(fewer_slots))
         if self.table_padding:
             yield replace(self, table_padding=0)
             if self.table_padding > 1:
@@ -227,7 +241,7 @@ class Paged(Case):
         if self.index_dtype != "int64":
             yield replace(self, index_dtype="int64")
         ids = self.in_pool()
-        if ids and ids[-1] >= len(ids) or self.num_blocks > max(len(ids), 1):
+        if (ids and ids[-1] >= len(ids)) or self.num_blocks > max(len(ids), 1):
             yield self.renamed({block: index for index, block in enumerate(ids)}, max(len(ids), 1))
         order = list(dict.fromkeys(block for row in rows for block in row.blocks))
         order += [block for block in ids if block not in order]
@@ -236,8 +250,36 @@ class Paged(Case):
             yield self.renamed(names, max(len(order), 1))
             if self.num_blocks > len(order):
                 yield self.renamed(names, self.num_blocks)
-        if self.num_blocks > max(ids, default=0) + 1:
-            yield replace(self, num_blocks=max(ids, default=0) + 1)
+        fewer = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 3 + 1}
+        for num_blocks in sorted(fewer):
+            if max(ids, default=0) < num_blocks < self.num_blocks:
+                yield replace(self, num_blocks=num_blocks)
+
+    def roomy(self, reduced: Self) -> Iterator[Self]:
+        """`reduced`, a case with smaller blocks, in a pool of as many bytes, if that is more than a memory page: reads
+        of untouched memory only show there."""
+        before, after = (case.block_elements() * case.itemsize() for case in (self, reduced))
+        if self.num_blocks * before > PAGE and after < before:
+            num_blocks = self.num_blocks * before // after
+            rows = [
+                replace(
+                    row,
+                    tail=tuple(
+                        entry * before // after if 0 <= entry < self.num_blocks and entry not in self.owned else entry
+                        for entry in row.tail
+                    ),
+                )
+                for row in self.sequences
+            ]
+            tails = [row.tail for row in rows]
+            yield replace(
+                reduced,
+                num_blocks=num_blocks,
+                sequences=tuple(
+                    replace(row, tail=(tail + row.tail)[: len(row.tail)])
+                    for row, tail in zip(reduced.sequences, tails, strict=True)
+                ),
+            )
 
     def repaged(self, block_size: int) -> Self:
         """The same tokens under another block size: owned pages get ids in order, sharing is given up."""

@@ -25,7 +25,7 @@ from pagefuzz.strategies.case import (
     require,
     smaller,
 )
-from pagefuzz.strategies.layouts import GARBAGE, Paged, context_lengths, pages_of, sequences
+from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
 from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import FINITE_POISONS, counter_hash, dyadic, grid, poison_bits
@@ -83,6 +83,9 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
 
     def block_elements(self) -> int:
         return self.block_size * self.num_kv_heads * self.head_dim
+
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
 
     def check(self) -> None:
         super().check()
@@ -228,11 +231,11 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
     def _filled_blocks(self) -> list[int]:
         """The blocks that hold something: the whole of a small pool; else what the table names, and what lies around
         it, except a block with nothing filled near it, which is left untouched so that a read of it shows."""
-        if self.num_blocks * self.block_elements() * ITEMSIZE[self.dtype] <= 4096:
+        if self.num_blocks * self.block_elements() * ITEMSIZE[self.dtype] <= PAGE:
             return list(range(self.num_blocks))
         owned = set(self.owned)
         near = {block + step for block in owned for step in (-1, 0, 1)} | {0}
-        reach = 4096 // (self.block_elements() * ITEMSIZE[self.dtype]) + 1
+        reach = PAGE // (self.block_elements() * ITEMSIZE[self.dtype]) + 1
         for block in self.in_pool():
             if any(abs(block - other) <= reach for other in owned):
                 near.add(block)
@@ -319,6 +322,7 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         for name in ("num_kv_heads", "group_size", "head_dim"):
             for size in smaller(getattr(self, name)):
                 yield replace(self, **{name: size})
+                yield from self.roomy(replace(self, **{name: size}))
         if self.q_padding:
             yield replace(self, q_padding=0)
             yield replace(self, q_padding=1)
@@ -377,6 +381,3 @@ def cases(
         seed=draw(draws.SEEDS),
         relations=draw(draws.some_of(relations)),
     )
-
-
-__all__ = ["GARBAGE", "OPERATION", "PagedDecodeAttentionCase", "cases", "pages_of"]

@@ -281,6 +281,8 @@ class ReshapeAndCacheCase(WithFloats):
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
         slots, count = self.slots, len(self.slots)
+        if self.values == "bit_patterns":
+            yield replace(self, values="signed_zeros")
         for t in range(count):
             if count > 1:
                 yield replace(self, slots=(slots[t],))

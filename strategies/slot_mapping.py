@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
-from pagefuzz.strategies.case import FAR_ELEMENTS, Arguments, Case, Limits, Name, first_beyond, require, smaller
+from pagefuzz.strategies.case import Arguments, Limits, Name, first_beyond, require, smaller
 from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_lengths, sequences
 from pagefuzz.strategies.tensors import Tensor, contiguous
 
@@ -208,6 +208,3 @@ def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tup
         seed=0,
         relations=draw(draws.some_of(relations)),
     )
-
-
-__all__ = ["FAR_ELEMENTS", "OPERATION", "Case", "SlotMappingCase", "Token", "cases"]

@@ -84,10 +84,10 @@ def copied_bits(recipe: str, seed: int, role: str, counters: np.ndarray, dtype: 
     form = FORMATS[dtype]
     if recipe == "ordinary":
         return encode(2 * dyadic(seed, role, counters, dtype), dtype)
-    hashed = counter_hash(seed, role, counters)
     if recipe == "signed_zeros":
-        special = np.array([0, form.sign, form.nan | 1, form.sign | form.nan | 2], dtype=form.bits)
-        return special[(hashed >> np.uint64(60)).astype(np.int64) & 3]
+        special = np.array([form.sign, 0, form.nan | 1, form.sign | form.nan | 2], dtype=form.bits)
+        return special[(counters.astype(np.int64) + seed) & 3]
+    hashed = counter_hash(seed, role, counters)
     width = form.bits(0).itemsize * 8
     bits = (hashed >> np.uint64(64 - width)).astype(form.bits)
     bits[is_sentinel(bits)] ^= form.bits(form.sign)

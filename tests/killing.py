@@ -1,0 +1,76 @@
+"""Finds and shrinks a failure of a kernel, without the pytest items around it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from pagefuzz.fuzz.arena import CpuArena
+from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.shrink import shrink
+from pagefuzz.fuzz.verdict import PASS, Judge, Verdict
+from pagefuzz.kernels.registry import Kernel
+from pagefuzz.strategies import STRATEGIES
+from pagefuzz.strategies.case import Case
+
+_runners: list[Runner] = []
+
+
+def runner() -> Runner:
+    """The one runner of this process."""
+    if not _runners:
+        _runners.append(Runner(CpuArena(), interpreted=True))
+    return _runners[0]
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A shrunk failure, the case as it was drawn, and how many examples it took."""
+
+    case: Case
+    found_as: Case
+    verdict: Verdict
+    examples: int
+
+
+def find(kernel: Kernel, examples: int, seed: int) -> Killed | None:
+    """The first failure among so many examples, shrunk; None if there is none."""
+    judge = Judge(kernel, runner())
+    relations = tuple(item.id for item in judge.invariants if item.relation)
+    found: list[tuple[Case, Verdict]] = []
+    count = 0
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        derandomize=False,
+    )
+    @given(STRATEGIES[kernel.operation.name](kernel.declared, runner().arena.limits, relations))
+    def one_case(case: Case) -> None:
+        nonlocal count
+        if not found:
+            count += 1
+            verdict = judge.verdict(case)
+            if verdict.kind == PASS:
+                return
+            found.append((case, verdict))
+        raise _Found
+
+    with suppress(_Found):
+        one_case()
+    if not found:
+        return None
+    case, verdict = shrink(judge, *found[0])
+    return Killed(case, found[0][0], verdict, count)
+
+
+class _Found(Exception):
+    pass
