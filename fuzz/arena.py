@@ -103,7 +103,7 @@ class Arena(ABC):
 
     def watched(self, wanted: dict[str, list[tuple[int, int]]]) -> dict[str, list[np.ndarray]]:
         """The bits that lie now in runs of elements (first, how many) of buffers."""
-        found = {}
+        found: dict[str, list[np.ndarray]] = {}
         for start, buffer in self.places:
             if buffer.name in wanted:
                 itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
@@ -184,7 +184,8 @@ class CpuArena(Arena):
         self.before: dict[tuple[int, int], bytes] = {}
 
     def _populated(self) -> Runs:
-        runs, at = [], 0
+        runs: Runs = []
+        at = 0
         while True:
             try:
                 first = os.lseek(self.file, at, os.SEEK_DATA)
@@ -227,7 +228,8 @@ class CpuArena(Arena):
         return found
 
     def touched(self) -> dict[str, Runs]:
-        known, found = sorted(self.before), {}
+        known = sorted(self.before)
+        found: dict[str, Runs] = {}
         for start, buffer in self.places:
             end = start + buffer.size * ITEMSIZE[buffer.dtype]
             runs = []

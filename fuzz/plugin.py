@@ -6,7 +6,7 @@ import os
 import random
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,8 @@ def _saved(config: pytest.Config) -> list[tuple[str, str]]:
             files = sorted(path.glob("*.json"))
             if asked and not files:
                 raise UsageError(f"--replay {what}: the directory holds no saved case (*.json).")
+            if not asked:
+                files = [file for file in files if saving.kernel_of(file) in (None, *config.stash[SESSION].kernels)]
             found += [(str(file), "") for file in files]
         elif path is not None and path.exists():
             found.append((str(path), ""))
@@ -277,23 +279,25 @@ def saved_failure(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Reports of the suite are texts of their own; a traceback would only hide them."""
     from pagefuzz.fuzz.session import Failed, NotJudged
     from pagefuzz.oracles.invariant import InvariantViolated
 
     report = yield
     error = call.excinfo.value if call.excinfo else None
-    if isinstance(error, Failed | InvariantViolated) and (
-        "shard" in item.fixturenames or "saved_failure" in item.fixturenames
-    ):  # type: ignore[attr-defined]
-        report.longrepr = str(error)  # type: ignore[attr-defined]
+    if isinstance(error, Failed | InvariantViolated) and {"shard", "saved_failure"} & set(
+        getattr(item, "fixturenames", ())
+    ):
+        report.longrepr = str(error)
         if isinstance(error, NotJudged):
             if not item.config.getoption("--replay"):
                 # In a fuzz run a saved case that cannot be judged is said, not failed.
-                report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))  # type: ignore[attr-defined]
-            report.user_properties.append((UNJUDGED, str(error)))  # type: ignore[attr-defined]
-    return report  # type: ignore[return-value]
+                report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
+            report.user_properties.append((UNJUDGED, str(error)))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -324,7 +328,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workerinput") or not config.getoption("--replay"):
         return
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     failed = reporter.stats.get("failed", []) if reporter is not None else []
     unjudged = [report for report in failed if any(name == UNJUDGED for name, _ in report.user_properties)]
     if unjudged and len(unjudged) == len(failed) and not reporter.stats.get("error"):

@@ -33,7 +33,7 @@ class Runner:
         # Fresh memory is filled with NaN, so that a kernel that reads its output before it writes shows. Operations
         # without a deterministic variant only warn, which is their business.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # noqa: B010  # torch types it as unknown
         warnings.filterwarnings("ignore", message=".*deterministic.*")
 
     def observe(self, kernel: Kernel, case: Case) -> Observation:

@@ -82,18 +82,28 @@ def save(
     digest = hashlib.sha256(msgspec.json.encode([kernel, invariant, saved.case])).hexdigest()[:10]
     name = "".join(c if c.isalnum() or c in "-_" else "-" for c in f"{kernel}-{invariant}-{digest}")
     path = folder / f"{name}.json"
-    known = path.exists()
-    write(path, saved)
-    return path, known
+    return path, not write(path, saved, new=True)
 
 
-def write(path: Path, saved: SavedCase) -> None:
-    """Write a saved case so that an interrupted run leaves the old file or the new one, never half of one."""
+def write(path: Path, saved: SavedCase, new: bool = False) -> bool:
+    """Write a saved case so that an interrupted run leaves the old file or the new one, never half of one.
+
+    With `new`, a file that is there already stays as it is; returns whether this call wrote.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(saved), indent=1)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(text + b"\n")
-    temporary.replace(path)
+    if not new:
+        temporary.replace(path)
+        return True
+    try:
+        os.link(temporary, path)  # unlike replace, of several workers with the same case one is told that it was first
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
 
 
 def read(path: Path) -> tuple[SavedCase, Case]:
@@ -108,6 +118,14 @@ def read(path: Path) -> tuple[SavedCase, Case]:
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}.") from None
     return decode(data, str(path))
+
+
+def kernel_of(path: Path) -> str | None:
+    """The kernel that a saved case names, or None where the file cannot be read."""
+    try:
+        return read(path)[0].kernel
+    except Unreadable:
+        return None
 
 
 def decode(data: bytes, source: str) -> tuple[SavedCase, Case]:

@@ -237,15 +237,12 @@ class Session:
             folder, name, "failure", verdict.named, case, found_as, verdict.violation, self.device
         )
         command = self.command(shown(path, self.home))
-        text = failure_text(
-            name, case, found_as, verdict, command, self.command(saving.token(name, verdict.named, case))
-        )
         if known:
-            text = (
-                f"{verdict.named} violated by {name}: the case of {shown(path, self.home)}, shown elsewhere too\n"
-                + ("\n".join(text.splitlines()[1:]))
+            return verdict.invariant.exception(
+                f"{verdict.named} violated by {name}, by the same shrunk case as another report: {command}"
             )
-        return verdict.invariant.exception(text)
+        token = self.command(saving.token(name, verdict.named, case))
+        return verdict.invariant.exception(failure_text(name, case, found_as, verdict, command, token))
 
     def replay(self, source: str, wanted: saving.SavedCase, case: Case) -> str:
         """Judge a saved case and say what came of it. Raises the failure, or NotJudged."""

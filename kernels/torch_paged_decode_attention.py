@@ -66,7 +66,7 @@ def torch_paged_decode_attention(
     block_size, group = sizes["bs"], sizes["H"] // sizes["KVH"]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, n in enumerate(context_lens.tolist()):
-        if n <= 0:
+        if n == 0:
             continue
         pages = block_tables[b, : -(-n // block_size)].long()  # the rest of the row is garbage
         # [pages, bs, KVH, D] -> [n, KVH, D] -> [n, H, D]. The rest of the last page is cut off: it is garbage too.

@@ -50,7 +50,7 @@ def torch_slot_mapping(
 
     slots = torch.full_like(positions, -1, dtype=torch.int64)
     tokens = (positions >= 0).nonzero().squeeze(1)
-    # int64 before any product: slots may pass 2**31 where ids and positions do not.
+    # int64 before any product: a slot may pass 2**31 where no id and no position does.
     position = positions[tokens].long()
     block = block_tables[seq_ids[tokens].long(), position // block_size].long()
     slots[tokens] = block * block_size + position % block_size

@@ -50,9 +50,7 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]
     head_offs = (kv_head * GROUP + rows)[:, None] * D + cols[None, :]
     head_mask = (rows < GROUP)[:, None] & (cols < D)[None, :]
 
-    q = tl.load(q_ptr + b * q_stride + head_offs, mask=head_mask, other=0.0)
-    # The interpreter makes a float64 of a scale below float32's normal range, hence the second conversion.
-    q = (q.to(tl.float32) * scale).to(tl.float32)
+    q = tl.load(q_ptr + b * q_stride + head_offs, mask=head_mask, other=0.0).to(tl.float32) * scale
 
     # Online softmax: a running maximum, and sums that are scaled down whenever it grows. It starts at the lowest finite
     # number: from -inf, a first step whose scores are all -inf would compute -inf - -inf = NaN.
@@ -134,7 +132,7 @@ def triton_paged_decode_attention(
     if out.numel() == 0:
         return out
     group = sizes["H"] // sizes["KVH"]
-    # On a GPU, tl.dot needs at least 16 values along each dim that is summed: the head dim and the step.
+    # Compiled, tl.dot needs at least 16 values along the dim that it sums: the head dim, then the keys of a step.
     rows, cols = triton.next_power_of_2(group), max(16, triton.next_power_of_2(sizes["D"]))
     # Keys a step: the float32 tiles of keys and values lie in shared memory, the sums in registers.
     step = max(16, min(64, 8192 // cols, 32768 // (rows * cols)))

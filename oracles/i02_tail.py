@@ -91,6 +91,12 @@ class TailIsUnused(Invariant):
                 size = case.block_elements() * ITEMSIZE[case.dtype]
                 blocks = range(first // size, last // size + 1)
                 named = [entry for row in case.sequences for entry in row.tail if entry in blocks]
+                if not named and len(blocks) > 1:  # one memory page holds many small blocks
+                    return Violation(
+                        f"one of the blocks {blocks[0]} to {blocks[-1]} of {name}, owned by no sequence, was looked at",
+                        f"only owned blocks are: {', '.join(map(str, sorted(case.owned))) or 'none'}",
+                        self._tails(case),
+                    )
                 return self._foreign(case, name, named[0] if named else blocks[0], "was looked at")
         return None
 

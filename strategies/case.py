@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from msgspec import Meta
 
@@ -131,6 +131,9 @@ class Case:
         return f"{self.operation}({', '.join(parts)})"
 
 
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
 @lru_cache(maxsize=16)
 def arguments_of(case: Case) -> Arguments:
     """`case.arguments()`, remembered: what reads them must not write to them."""
@@ -146,6 +149,12 @@ def require(condition: bool, sentence: str) -> None:
 def first_beyond(*limits: tuple[bool, str]) -> str:
     """The words of the first of (supported, words) that is not supported, or ""."""
     return next((words for supported, words in limits if not supported), "")
+
+
+def with_size(case: AnyCase, name: str, size: int) -> AnyCase:
+    """`case` with the field `name` set to `size`."""
+    changes: dict[str, Any] = {name: size}
+    return replace(case, **changes)
 
 
 def smaller(value: int, least: int = 1) -> list[int]:

@@ -234,6 +234,7 @@ class Paged(Case):
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
             yield from self.roomy(self.repaged(fewer_slots))
+            yield from self.far_again(self.repaged(fewer_slots))
         if self.table_padding:
             yield replace(self, table_padding=0)
             if self.table_padding > 1:
@@ -250,10 +251,21 @@ class Paged(Case):
             yield self.renamed(names, max(len(order), 1))
             if self.num_blocks > len(order):
                 yield self.renamed(names, self.num_blocks)
-        fewer = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 3 + 1}
-        for num_blocks in sorted(fewer):
+        pools = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 3 + 1}
+        yield from self.far_again(self)
+        for num_blocks in sorted(pools):
             if max(ids, default=0) < num_blocks < self.num_blocks:
                 yield replace(self, num_blocks=num_blocks)
+
+    def far_again(self, reduced: Self) -> Iterator[Self]:
+        """`reduced`, a case with smaller blocks, with its last owned block where offsets pass 2^31 elements, if this
+        case is far."""
+        if not self.is_far() or not reduced.owned:
+            return
+        ids, far = reduced.in_pool(), -(-FAR_ELEMENTS // reduced.block_elements())
+        names = {block: index for index, block in enumerate(ids)}
+        names[max(reduced.owned)] = far
+        yield replace(reduced.renamed(names, far + 1), index_dtype="int64")
 
     def roomy(self, reduced: Self) -> Iterator[Self]:
         """`reduced`, a case with smaller blocks, in a pool of as many bytes, if that is more than a memory page: reads

@@ -24,6 +24,7 @@ from pagefuzz.strategies.case import (
     first_beyond,
     require,
     smaller,
+    with_size,
 )
 from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
@@ -321,8 +322,10 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         yield from super().simpler()
         for name in ("num_kv_heads", "group_size", "head_dim"):
             for size in smaller(getattr(self, name)):
-                yield replace(self, **{name: size})
-                yield from self.roomy(replace(self, **{name: size}))
+                reduced = with_size(self, name, size)
+                yield reduced
+                yield from self.roomy(reduced)
+                yield from self.far_again(reduced)
         if self.q_padding:
             yield replace(self, q_padding=0)
             yield replace(self, q_padding=1)

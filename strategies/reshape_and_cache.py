@@ -27,6 +27,7 @@ from pagefuzz.strategies.case import (
     first_beyond,
     require,
     smaller,
+    with_size,
 )
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE
 from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
@@ -290,16 +291,16 @@ class ReshapeAndCacheCase(WithFloats):
             yield replace(self, slots=slots[:t] + slots[t + 1 :])
         for rows in smaller(self.extra_rows, 0):
             yield replace(self, extra_rows=rows)
-        for name in ("num_kv_heads", "head_dim"):
+        for name in ("num_kv_heads", "head_dim", "block_size"):
             for size in smaller(getattr(self, name)):
-                yield replace(self, **{name: size})
-        for size in smaller(self.block_size):
-            yield replace(self, block_size=size, num_blocks=max(1, -(-(max(slots, default=0) + 1) // size)))
-        for name in ("fused", "key_padding", "value_padding"):
-            if getattr(self, name):
-                yield replace(self, **{name: type(getattr(self, name))(0)})
-                if getattr(self, name) > 1:
-                    yield replace(self, **{name: 1})
+                reduced = with_size(self, name, size)
+                yield replace(reduced, num_blocks=max(1, -(-(max(slots, default=0) + 1) // reduced.block_size)))
+                yield from self._far_again(reduced)
+        if self.fused:
+            yield replace(self, fused=False)
+        for name in ("key_padding", "value_padding"):
+            for size in smaller(getattr(self, name), 0):
+                yield with_size(self, name, size)
         if self.index_dtype != "int64":
             yield replace(self, index_dtype="int64")
         if any(slot < -1 for slot in slots):
@@ -316,11 +317,19 @@ class ReshapeAndCacheCase(WithFloats):
         for pool in (max(blocks, default=0) + 1, max(blocks, default=0) + 2):
             if pool < self.num_blocks:
                 yield replace(self, num_blocks=pool)
-        if max(slots, default=-1) >= self.block_size * 2 and self.is_far():
-            block = -(-FAR_ELEMENTS // (self.block_size * self.row))
-            for t, slot in enumerate(slots):
-                if slot > block * self.block_size and block * self.block_size not in slots:
-                    yield replace(self, slots=(*slots[:t], block * self.block_size, *slots[t + 1 :]))
+        yield from self._far_again(self)
+
+    def _far_again(self, reduced: Self) -> Iterator[Self]:
+        """`reduced`, a case with smaller tokens or blocks, with the far slots of this one at the first places whose
+        offset passes 2^31 elements."""
+        if not self.is_far():
+            return
+        block = -(-FAR_ELEMENTS // (reduced.block_size * reduced.row))
+        far = sorted(slot for slot in self.slots if slot * self.row >= FAR_ELEMENTS)
+        names = {slot: block * reduced.block_size + place for place, slot in enumerate(far)}
+        last = -(-len(far) // reduced.block_size)
+        slots = tuple(names.get(slot, slot) for slot in self.slots)
+        yield replace(reduced, slots=slots, num_blocks=block + last, index_dtype="int64")
 
 
 @st.composite

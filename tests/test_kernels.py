@@ -324,13 +324,14 @@ def test_decode_does_not_see_where_pages_lie(decode: Kernel, heads: int, kv_head
         assert same_bits(other, first)
 
 
-def test_triton_decode_does_not_see_its_neighbours() -> None:
+@each_decode
+def test_decode_does_not_see_its_neighbours(decode: Kernel) -> None:
     lens = [9, 66, 0, 1]
-    together = triton_paged_decode_attention(**decode_arguments(lens, heads=3, kv_heads=3, dim=5))
+    together = decode(**decode_arguments(lens, heads=3, kv_heads=3, dim=5))
     arguments = decode_arguments(lens, heads=3, kv_heads=3, dim=5)
     for b in range(len(lens)):
         alone = {name: arguments[name][b : b + 1] for name in ("q", "block_tables", "context_lens")}
-        assert same_bits(triton_paged_decode_attention(**(arguments | alone)), together[b : b + 1])
+        assert same_bits(decode(**(arguments | alone)), together[b : b + 1])
 
 
 @each_decode
@@ -358,17 +359,15 @@ def test_decode_of_nothing(decode: Kernel, batch: int, heads: int, dim: int) -> 
 @each_decode
 @each_dtype
 def test_decode_through_views(decode: Kernel, dtype: torch.dtype) -> None:
-    plain = decode_arguments([5, 9], heads=6, kv_heads=2, dim=3, dtype=dtype)
-    fused = torch.full((2, 6 + 2 + 2, 3), float("nan"), dtype=dtype)
-    fused[:, :6] = plain["q"]
+    plain = decode_arguments([37, 41], heads=6, kv_heads=2, dim=33, block_size=16, dtype=dtype)
+    fused = torch.full((2, 6 + 2 + 2, 33), float("nan"), dtype=dtype)
+    fused[:, 1:7] = plain["q"]
     wide = torch.full((2, 8), 99999, dtype=torch.int32)
     wide[:, 1:4] = plain["block_tables"]
-    views = plain | {"q": fused[:, :6], "block_tables": wide[:, 1:4]}
+    views = plain | {"q": fused[:, 1:7], "block_tables": wide[:, 1:4]}
     out = decode(**views, check_values=True)
     assert out.is_contiguous()
-    # Not bit for bit: a PyTorch product may sum in another order where its operand lies elsewhere.
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(out, decode(**plain), rtol=tolerance, atol=tolerance)
+    assert same_bits(out, decode(**plain))
 
 
 @each_decode
@@ -491,6 +490,30 @@ def test_addresses_past_32_bits(write: Kernel, decode: Kernel, heads: int, dim: 
         outputs.append(decode(q, k_cache, v_cache, torch.tensor([table], dtype=torch.int32), lens, 0.5))
     assert outputs[1].any()
     assert same_bits(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("write", "decode"),
+    [
+        (torch_reshape_and_cache, torch_paged_decode_attention),
+        (triton_reshape_and_cache, triton_paged_decode_attention),
+    ],
+    ids=["torch", "triton"],
+)
+def test_rows_that_lie_2_to_the_30_apart(write: Kernel, decode: Kernel) -> None:
+    # No stride passes 2**31, but the start of the third row does.
+    stride, plain = 2**30, decode_arguments([3, 0, 6], heads=2, kv_heads=2, dim=3, dtype=torch.float16, unowned=0.0)
+    q = large_zeros(2 * stride + 8).as_strided((3, 2, 3), (stride, 3, 1))
+    q.copy_(plain["q"])
+    tables = large_zeros(4 * stride + 8).view(torch.int32).as_strided((3, 2), (stride, 1))
+    tables.copy_(plain["block_tables"])
+    assert same_bits(decode(**(plain | {"q": q, "block_tables": tables})), decode(**plain))
+
+    k_cache, v_cache = torch.zeros(2, 2, 2, 3, dtype=torch.float16), torch.zeros(2, 2, 2, 3, dtype=torch.float16)
+    write(q, plain["q"], k_cache, v_cache, torch.tensor([0, 1, 3]))
+    write(plain["q"], q, v_cache, k_cache, torch.tensor([-1, -1, 2]))
+    assert same_bits(k_cache.flatten(0, 1), plain["q"][[0, 1, 2, 2]])
+    assert same_bits(v_cache.flatten(0, 1), plain["q"][[0, 1, 2, 2]])
 
 
 # ----------------------------------------------------------------------------------------------------- host checks
