@@ -9,7 +9,7 @@ fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
 
 test: .venv
-	.venv/bin/python -P -m pytest -n auto tests/ $(ARGS)
+	.venv/bin/python -P -m pytest -n auto tests/ --device cpu $(ARGS)
 
 # mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
 lint: .venv

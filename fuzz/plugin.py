@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import shutil
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -12,19 +13,19 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.errors import InvalidArgument
 
 import pagefuzz
 
 # One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
-settings.register_profile("quick", max_examples=2000, deadline=None)
-settings.register_profile("ci", max_examples=2000, deadline=None, derandomize=True, database=None)
+settings.register_profile("quick", max_examples=6000, deadline=None)
+settings.register_profile("ci", max_examples=6000, deadline=None, derandomize=True, database=None)
 settings.register_profile("nightly", max_examples=100_000, deadline=None)
-settings.load_profile("ci" if os.environ.get("CI") else "quick")
-PROFILES = ("quick", "ci", "nightly")
+settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "quick")
 
 SESSION = pytest.StashKey[Any]()
-SAVED = pytest.StashKey[list[tuple[str, str]]]()  # (name, JSON text or token) of what is tried first
-REPLAYED = pytest.StashKey[list[str]]()
+SAVED = pytest.StashKey[list[str]]()  # the paths and tokens of what is tried first
+REPLAYED = "pagefuzz_replayed"
 UNJUDGED = "pagefuzz_not_judged"
 STATISTICS = "pagefuzz_statistics"
 FUZZ = Path(__file__).resolve().parent
@@ -66,14 +67,13 @@ def _session(config: pytest.Config) -> Any:
 
     device = _device(config.getoption("--device"))
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
-    replaying = bool(config.getoption("--replay"))
     for adapter in adapters:
         sessions.load_adapter(adapter)
-    if not adapters or replaying:
-        import pagefuzz.kernels.own  # noqa: F401  # registers the project's kernels
+    own = () if adapters and not config.getoption("--replay") else sessions.load_own()
+    _load_profile(config)  # an adapter may have registered one
     kernels = {
         name: kernel
-        for name, kernel in sessions.choose(patterns).items()
+        for name, kernel in sessions.choose(patterns, own).items()
         if kernel.declared.devices == "any" or device.split(":")[0] in kernel.declared.devices
     }
     if not kernels:
@@ -82,15 +82,41 @@ def _session(config: pytest.Config) -> Any:
     repeat = [part for adapter in adapters for part in ("--adapter", adapter)]
     if config.getoption("--device"):
         repeat += ["--device", device]
+    home = Path(config.invocation_params.dir)
     return sessions.Session(
         device=device,
         examples=settings().max_examples,
         seed=_seed(config),
         kernels=kernels,
-        home=Path(config.invocation_params.dir),
-        repeat="".join(f" {shlex.quote(part)}" for part in repeat),
-        named=bool(patterns) or (bool(adapters) and len(kernels) == 1 and not replaying),
+        home=home,
+        pytest=_pytest(config, home),
+        repeat=shlex.join(repeat),
+        named=bool(patterns),
     )
+
+
+def _pytest(config: pytest.Config, home: Path) -> str:
+    """How pytest and the fuzz tests are called from `home`."""
+    beside, found = Path(sys.executable).with_name("pytest"), shutil.which("pytest")
+    python = os.path.relpath(sys.executable, home) if Path(sys.executable).is_relative_to(home) else sys.executable
+    words = ["pytest"] if found and Path(found) == beside else [python, "-m", "pytest"]
+    if "pagefuzz.fuzz.plugin" in (config.getoption("plugins") or ()):
+        words += ["-p", "pagefuzz.fuzz.plugin", "--pyargs", "pagefuzz.fuzz"]
+    else:
+        words.append(f"{os.path.relpath(FUZZ, home.resolve())}/")
+    return shlex.join(words)
+
+
+def _load_profile(config: pytest.Config) -> None:
+    """Load --hypothesis-profile now: Hypothesis' own plugin does so only after this one is configured."""
+    from pagefuzz.fuzz.session import UsageError
+
+    name = config.getoption("hypothesis_profile", default=None)
+    if name:
+        try:
+            settings.load_profile(name)
+        except InvalidArgument as error:
+            raise UsageError(f"--hypothesis-profile {name}: {' '.join(str(error).split())}") from None
 
 
 def _device(asked: str | None) -> str:
@@ -105,9 +131,11 @@ def _device(asked: str | None) -> str:
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
+    except Exception as error:  # each backend has its own way to say that it is not there
         raise UsageError(f"--device {asked}: {' '.join(str(error).split())[:200]}") from None
+    if device.type == "cpu":
+        device = torch.device("cpu")
     interpret = device.type == "cpu"
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     triton = sys.modules.get("triton")
@@ -121,46 +149,56 @@ def _device(asked: str | None) -> str:
 
 def _seed(config: pytest.Config) -> int:
     """The seed of the whole run: the controller's, --hypothesis-seed, 0 where derandomised, or a fresh one."""
+    from pagefuzz.fuzz.session import UsageError
+
     if hasattr(config, "workerinput"):
         return int(config.workerinput["pagefuzz_seed"])
-    if settings().derandomize:
-        return 0
-    asked = config.getoption("hypothesis_seed", default=None) or config.getoption("--hypothesis-seed", default=None)
-    return int(asked) if asked not in (None, "random") else random.SystemRandom().randrange(2**32)
+    asked = config.getoption("hypothesis_seed", default=None)
+    if asked not in (None, "random"):
+        try:
+            return int(asked)
+        except ValueError:
+            raise UsageError(f"--hypothesis-seed {asked}: should be a number.") from None
+    return 0 if asked is None and settings().derandomize else random.SystemRandom().randrange(2**32)
 
 
-def _saved(config: pytest.Config) -> list[tuple[str, str]]:
-    """What is tried first: (name, text). Read once, by the controller; all workers must collect the same."""
+def _saved(config: pytest.Config) -> list[str]:
+    """The paths and tokens of what is tried first. Read once, by the controller; all workers must collect the same."""
     from pagefuzz.fuzz import saved as saving
     from pagefuzz.fuzz.session import UsageError
 
     if hasattr(config, "workerinput"):
-        return [(name, text) for name, text in config.workerinput["pagefuzz_saved"]]
-    home = Path(config.invocation_params.dir)
+        return [os.fsdecode(name) for name in config.workerinput["pagefuzz_saved"]]
+    session = config.stash[SESSION]
     asked = config.getoption("--replay")
-    found: list[tuple[str, str]] = []
-    for what in asked or [str(home / saving.FAILURES)]:
-        path = Path(what) if len(what) < 1024 else None
-        if what.startswith(saving.TOKEN_PREFIX) and not (path and path.exists()):
-            found.append((what, what))
-        elif path is not None and path.is_dir():
-            files = sorted(path.glob("*.json"))
+    found: list[str] = []
+    for what in asked or [str(saving.FAILURES)]:
+        path = session.home / what
+        # os.path says False, where Path raises, for a name that is too long or lies where one may not look.
+        if saving.is_token(what) and not os.path.lexists(path):
+            found.append(what)
+        elif os.path.isdir(path):
+            try:
+                files = sorted(file for file in os.listdir(path) if file.endswith(".json"))
+            except OSError as error:
+                raise UsageError(f"{what}: the directory cannot be read: {error.strerror}.") from None
             if asked and not files:
                 raise UsageError(f"--replay {what}: the directory holds no saved case (*.json).")
             if not asked:
-                files = [file for file in files if saving.kernel_of(file) in (None, *config.stash[SESSION].kernels)]
-            found += [(str(file), "") for file in files]
-        elif path is not None and path.exists():
-            found.append((str(path), ""))
+                files = [file for file in files if saving.kernel_of(path / file) in (None, *session.kernels)]
+            found += [os.path.join(what, file) for file in files]
+        elif os.path.lexists(path):
+            found.append(what)
         elif asked:
-            raise UsageError(f"--replay {what[:80]}: there is no such file or directory, and it is no token.")
+            shown = saving.one_line(what, 80)
+            raise UsageError(f"--replay {shown}: there is no such file or directory, and it is no token.")
     return found
 
 
 def pytest_configure_node(node: Any) -> None:
     """xdist: what depends on chance or on the disk goes from the controller to the workers."""
     node.workerinput["pagefuzz_seed"] = node.config.stash[SESSION].seed
-    node.workerinput["pagefuzz_saved"] = [list(pair) for pair in node.config.stash[SAVED]]
+    node.workerinput["pagefuzz_saved"] = [os.fsencode(name) for name in node.config.stash[SAVED]]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -168,21 +206,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
     session = config.stash[SESSION]
     how = "Triton interpreted, bfloat16 corrected" if session.device == "cpu" else "Triton compiled"
-    profile = next(
-        (
-            name
-            for name in PROFILES
-            if settings.get_profile(name).max_examples == settings().max_examples
-            and settings.get_profile(name).derandomize == settings().derandomize
-        ),
-        "own",
-    )
     found = versions()
     packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy", "hypothesis"))
     return [
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
-        f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+        f"  profile {settings.get_current_profile_name()}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
     ]
 
 
@@ -210,8 +239,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("shard", shards, ids=ids, indirect=True)
     if "saved_failure" in metafunc.fixturenames:
         saved = metafunc.config.stash[SAVED]
-        ids = [Path(name).stem if len(name) < 200 else f"token-{index}" for index, (name, _) in enumerate(saved)]
+        ids = [_id(index, name) for index, name in enumerate(saved)]
         metafunc.parametrize("saved_failure", saved, ids=ids, indirect=True)
+
+
+def _id(index: int, name: str) -> str:
+    from pagefuzz.fuzz.saved import is_token
+
+    stem = Path(name).stem
+    return f"token-{index}" if is_token(name) else stem if stem.isprintable() and len(stem) < 120 else f"file-{index}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -249,31 +285,33 @@ def saved_failure(request: pytest.FixtureRequest) -> Any:
     """One saved case: call it to judge it again."""
     from pagefuzz.fuzz import saved as saving
     from pagefuzz.fuzz.session import NotJudged
+    from pagefuzz.oracles.invariant import InvariantViolated
 
-    session = request.config.stash[SESSION]
-    name, text = request.param
+    session, name = request.config.stash[SESSION], request.param
     replaying = bool(request.config.getoption("--replay"))
+    path = None if saving.is_token(name) and not os.path.lexists(session.home / name) else session.home / name
+    source = saving.one_line(name, 40 if path is None else 200)
 
     def judge_again() -> None:
-        path = None if text else Path(name)
         try:
-            wanted, case = saving.from_token(text) if path is None else saving.read(path)
-        except saving.OtherVersion as error:
-            raise NotJudged(f"other version: {error}") from None
-        except saving.Unreadable as error:
-            raise NotJudged(f"unreadable: {error}") from None
-        source = name if len(name) < 200 else f"{name[:40]}..."
-        try:
-            said = session.replay(name if path is None else source, wanted, case)
-        except NotJudged:
+            try:
+                wanted, case = saving.from_token(name) if path is None else saving.read(path, source)
+            except saving.OtherVersion as error:
+                raise NotJudged(f"other version: {error}") from None
+            except saving.Unreadable as error:
+                raise NotJudged(f"unreadable: {error}") from None
+            said = session.replay(wanted, case, shlex.quote(name), replaying)
+        except NotJudged as error:
+            request.node.user_properties.append((UNJUDGED, f"{source}: {error}"))
             raise
-        except AssertionError:
-            if path is not None and not replaying:
+        except AssertionError as error:
+            if path is not None and not replaying and isinstance(error, InvariantViolated):
                 saving.failed_again(path, wanted)
+            request.node.user_properties.append((REPLAYED, f"{source}: {str(error).splitlines()[0]}"))
             raise
         if path is not None and not replaying:
             said = f"{said}: {saving.passed(path, wanted, session.home / saving.FIXED)}"
-        request.node.user_properties.append(("pagefuzz_replayed", said))
+        request.node.user_properties.append((REPLAYED, f"{source}: {said}"))
 
     return judge_again
 
@@ -296,7 +334,6 @@ def pytest_runtest_makereport(
             if not item.config.getoption("--replay"):
                 # In a fuzz run a saved case that cannot be judged is said, not failed.
                 report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
-            report.user_properties.append((UNJUDGED, str(error)))
     return report
 
 
@@ -311,7 +348,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if getattr(report, "when", None) == "call"
     ]
     properties = [pair for report in reports for pair in report.user_properties]
-    said = [text for name, text in properties if name in ("pagefuzz_replayed", UNJUDGED)]
+    said = [text for name, text in properties if name in (REPLAYED, UNJUDGED)]
     if said:
         terminalreporter.section("saved failures")
         for text in said:
@@ -319,7 +356,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     parts = [part for name, part in properties if name == STATISTICS]
     if parts:
         terminalreporter.section("pagefuzz")
-        terminalreporter.write_line(summary(parts, terminalreporter._tw.fullwidth))
+        terminalreporter.write_line(summary(parts, terminalreporter._tw.fullwidth if terminalreporter.isatty else 120))
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pagefuzz.fuzz.arena import Arena
 from pagefuzz.kernels.registry import Kernel
@@ -18,6 +18,25 @@ from pagefuzz.strategies.case import Case, arguments_of
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
 _BITS_OF_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_FRESH = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+
+
+class _FreshMemoryIsPoison(TorchFunctionMode):
+    """Fills what `torch.empty` and its kin hand out, so that a kernel that reads its output or its workspace before it
+    writes there shows. (torch's own fill comes with deterministic algorithms, and those compute other bits.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _FRESH and made.numel() and not made.dtype.is_complex:
+            with torch.no_grad():
+                made.fill_(float("nan") if made.dtype.is_floating_point else _largest(made.dtype))
+        return made
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 class Runner:
@@ -30,11 +49,6 @@ class Runner:
             from pagefuzz.fuzz.interpreter import install
 
             install()
-        # Fresh memory is filled with NaN, so that a kernel that reads its output before it writes shows. Operations
-        # without a deterministic variant only warn, which is their business.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # noqa: B010  # torch types it as unknown
-        warnings.filterwarnings("ignore", message=".*deterministic.*")
 
     def observe(self, kernel: Kernel, case: Case) -> Observation:
         """One run. Raises InvalidCase where the case does not fit this machine; what the kernel raises is observed."""
@@ -50,7 +64,7 @@ class Runner:
         raised = output = None
         misreturned = ""
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        with self._tracing(tensors) as trace:
+        with self._tracing(tensors) as trace, _FreshMemoryIsPoison():
             try:
                 result = kernel.call(*placed, **keywords)
                 self._finish()

@@ -39,7 +39,9 @@ def summary(parts: Iterable[dict[str, Any]], width: int) -> str:
         )
         speed = total["cases"] / total["seconds"] if total["seconds"] else 0.0
         loose = f"{total['loose']} ({_share(total['loose'], total['cases'])})" if total["loose"] else "0"
-        table.add_row(kernel, operation, shares, str(total["cases"]), f"{speed:.0f}", str(total["violations"]), loose)
+        table.add_row(
+            f"{kernel}\n  {operation}", shares, str(total["cases"]), f"{speed:.0f}", str(total["violations"]), loose
+        )
     out = io.StringIO()
     console = Console(file=out, width=max(width, 80), force_terminal=False)
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ _runners: list[Runner] = []
 
 def runner() -> Runner:
     """The one runner of this process."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("these tests look at interpreted kernels: run them with --device cpu")
     if not _runners:
         _runners.append(Runner(CpuArena(), interpreted=True))
     return _runners[0]
