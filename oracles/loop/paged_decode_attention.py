@@ -18,22 +18,18 @@ def right_answer(case: PagedDecodeAttentionCase) -> list[list[list[float]]]:
     out = []
     for b in range(len(case.sequences)):
         n = int(lengths.at(b))
+        places = [(int(table.at(b, j // case.block_size)), j % case.block_size) for j in range(n)]
         heads = []
-        for h in range(case.num_heads):
-            kv_head = h // case.group_size
-            query = q.row(b, h)
-            places = [(int(table.at(b, j // case.block_size)), j % case.block_size) for j in range(n)]
-            scores = [
-                case.scale * math.fsum(map(mul, query, k_cache.row(block, offset, kv_head))) for block, offset in places
-            ]
-            largest = max(scores, default=0.0)
-            weights = [math.exp(score - largest) for score in scores]
-            total = math.fsum(weights)
-            rows = [v_cache.row(block, offset, kv_head) for block, offset in places]
-            heads.append(
-                [math.fsum(map(mul, weights, column)) / total for column in zip(*rows, strict=True)]
-                if rows
-                else [0.0] * case.head_dim
-            )
+        for kv_head in range(case.num_kv_heads):
+            keys = [k_cache.row(block, offset, kv_head) for block, offset in places]
+            columns = list(zip(*(v_cache.row(block, offset, kv_head) for block, offset in places), strict=True))
+            for h in range(kv_head * case.group_size, (kv_head + 1) * case.group_size):
+                query = q.row(b, h)
+                scores = [case.scale * math.fsum(map(mul, query, key)) for key in keys]
+                largest = max(scores, default=0.0)
+                weights = [math.exp(score - largest) for score in scores]
+                total = math.fsum(weights)
+                weighed = [math.fsum(map(mul, weights, column)) / total for column in columns]
+                heads.append(weighed if n else [0.0] * case.head_dim)
         out.append(heads)
     return out
