@@ -103,7 +103,8 @@ class _Extent:
         return found
 
     def distance(self, address: int) -> int:
-        return max(self.base - address, address - (self.base + self.span) + 1, 0)
+        offset = (address - self.base + 2**63) % 2**64 - 2**63
+        return max(-offset, offset - self.span + 1, 0)
 
 
 class Trace:
@@ -191,7 +192,8 @@ class Trace:
         whole = [extent for extent in self._named if extent.base == origin.base]
         parts = [extent for extent in self._named if extent.base < origin.base < extent.base + extent.span]
         named = (whole or parts or [origin])[0]
-        return named.name, (address - named.base) // named.itemsize
+        offset = (address - named.base + 2**63) % 2**64 - 2**63  # below address 0 a pointer wraps to the top
+        return named.name, offset // named.itemsize
 
 
 def _offsets(extent: _Extent, distinct: dict[int, np.ndarray]) -> np.ndarray:
