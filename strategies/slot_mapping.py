@@ -50,6 +50,7 @@ class SlotMappingCase(Paged):
         super().check()
         require(self.token_dtype in ("int32", "int64"), f"token_dtype={self.token_dtype!r} is not int32 or int64")
         require(len(self.tokens) <= 4096, f"{len(self.tokens)} tokens are more than a case may hold")
+        require(bool(self.sequences) or not self.tokens, "tokens without a sequence")
         for t, token in enumerate(self.tokens):
             if token.position >= 0:
                 require(0 <= token.seq_id < len(self.sequences), f"token {t}: there is no sequence {token.seq_id}")
@@ -180,7 +181,7 @@ def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tup
     )
     alive = [b for b, row in enumerate(rows) if row.context_len]
     tokens = []
-    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4)))):
+    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4))) if count else 0):  # no sequence has no token, padded or not
         if not alive or (declared.negative_slots != "never" and draw(draws.one_in(4))):
             if declared.negative_slots == "never":
                 break
