@@ -29,8 +29,8 @@ endif
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pagefuzz needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1): name a newer one with 'make PYTHON=...'." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "pagefuzz needs Python's venv module, and $(PYTHON) has none: install it (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet -r requirements.txt
-	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@printf '%s\n' "$$MADE_FOR" > .venv/made-for
 
 # Keeps .pagefuzz, where saved failures lie.

@@ -9,8 +9,10 @@ from pagefuzz.oracles.invariant import Violation
 from pagefuzz.strategies.case import Case
 
 
-def failure_text(kernel: str, case: Case, found_as: Case, verdict: Verdict, command: str, token_command: str) -> str:
-    """The whole report of one failure."""
+def failure_text(
+    kernel: str, case: Case, found_as: Case | None, verdict: Verdict, command: str, token_command: str
+) -> str:
+    """The whole report of one failure. `found_as`: the case before it was shrunk, where that happened just now."""
     invariant, violation = verdict.invariant, verdict.violation
     assert invariant is not None and violation is not None
     lines = [
@@ -22,8 +24,8 @@ def failure_text(kernel: str, case: Case, found_as: Case, verdict: Verdict, comm
         "",
         *_rows(
             ("also broken", ", ".join(verdict.also)),
-            ("found as", found_as.one_line()),
-            ("shrunk to", case.one_line()),
+            ("found as", found_as.one_line() if found_as else ""),
+            ("shrunk to" if found_as else "case", case.one_line()),
             ("again", command),
             ("or anywhere", token_command),
         ),

@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis' own, which loads a profile that an adapter may have registered
 def pytest_configure(config: pytest.Config) -> None:
     from pagefuzz.fuzz import session as sessions
 
@@ -64,16 +65,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import session as sessions
+    from pagefuzz.kernels.registry import registered
 
     device = _device(config.getoption("--device"))
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     for adapter in adapters:
         sessions.load_adapter(adapter)
-    own = () if adapters and not config.getoption("--replay") else sessions.load_own()
+    known = registered()
+    sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
+    if not adapters or config.getoption("--replay"):
+        known = registered()
     _load_profile(config)  # an adapter may have registered one
     kernels = {
         name: kernel
-        for name, kernel in sessions.choose(patterns, own).items()
+        for name, kernel in sessions.choose(patterns, known).items()
         if kernel.declared.devices == "any" or device.split(":")[0] in kernel.declared.devices
     }
     if not kernels:
@@ -108,7 +113,7 @@ def _pytest(config: pytest.Config, home: Path) -> str:
 
 
 def _load_profile(config: pytest.Config) -> None:
-    """Load --hypothesis-profile now: Hypothesis' own plugin does so only after this one is configured."""
+    """Load --hypothesis-profile now: Hypothesis' own plugin does so only later."""
     from pagefuzz.fuzz.session import UsageError
 
     name = config.getoption("hypothesis_profile", default=None)
@@ -206,18 +211,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
     session = config.stash[SESSION]
     how = "Triton interpreted, bfloat16 corrected" if session.device == "cpu" else "Triton compiled"
+    profile = settings.get_current_profile_name()
     found = versions()
     packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy", "hypothesis"))
     return [
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
-        f"  profile {settings.get_current_profile_name()}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+        f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
     ]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files of this folder that have nothing to do in this run."""
-    if collection_path.parent != FUZZ or not collection_path.name.startswith("test_"):
+    if not collection_path.name.startswith("test_") or collection_path.parent.resolve() != FUZZ:
         return None
     if collection_path.stem == "test_saved_failures":
         return True if not config.stash[SAVED] else None
@@ -259,7 +265,8 @@ def _order(item: pytest.Item) -> tuple[int, int]:
     params = getattr(getattr(item, "callspec", None), "params", {})
     if "saved_failure" in params:
         return (0, 0)
-    return (1, params["shard"][1]) if "shard" in params else (2, 0)
+    shard = params.get("shard")
+    return (1, shard[1]) if isinstance(shard, tuple) else (2, 0)  # a file named by itself may have nothing to do
 
 
 @pytest.fixture
@@ -300,7 +307,7 @@ def saved_failure(request: pytest.FixtureRequest) -> Any:
                 raise NotJudged(f"other version: {error}") from None
             except saving.Unreadable as error:
                 raise NotJudged(f"unreadable: {error}") from None
-            said = session.replay(wanted, case, shlex.quote(name), replaying)
+            said = session.replay(wanted, case, shlex.quote(name))
         except NotJudged as error:
             request.node.user_properties.append((UNJUDGED, f"{source}: {error}"))
             raise
@@ -330,10 +337,9 @@ def pytest_runtest_makereport(
         getattr(item, "fixturenames", ())
     ):
         report.longrepr = str(error)
-        if isinstance(error, NotJudged):
-            if not item.config.getoption("--replay"):
-                # In a fuzz run a saved case that cannot be judged is said, not failed.
-                report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
+        if isinstance(error, NotJudged) and not item.config.getoption("--replay"):
+            # In a fuzz run a saved case that cannot be judged is said, not failed.
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
     return report
 
 
@@ -361,12 +367,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """--replay: 1 if a case fails, 3 if one could not be judged."""
+    """--replay: 1 if a case fails, 3 if one could not be judged, 5 if none was reached (as pytest says it)."""
     config = session.config
-    if hasattr(config, "workerinput") or not config.getoption("--replay"):
+    if hasattr(config, "workerinput") or not config.getoption("--replay") or config.getoption("--collect-only"):
         return
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-    failed = reporter.stats.get("failed", []) if reporter is not None else []
+    failed = reporter.stats.get("failed", [])
+    if session.exitstatus == 0 and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
     unjudged = [report for report in failed if any(name == UNJUDGED for name, _ in report.user_properties)]
     if unjudged and len(unjudged) == len(failed) and not reporter.stats.get("error"):
         session.exitstatus = 3

@@ -7,18 +7,20 @@ ever evaluated.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import platform
+import re
 import stat
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 import pagefuzz
 from pagefuzz.oracles.invariant import Violation
@@ -29,6 +31,7 @@ FORMAT = 1
 MOST_BYTES = 1 << 20
 TOKEN_PREFIX = "pf1."
 FAILURES, FIXED = Path(".pagefuzz/failures"), Path(".pagefuzz/fixed")
+Word = Annotated[str, Meta(max_length=200)]
 
 
 class Unreadable(ValueError):
@@ -48,10 +51,10 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     pagefuzz: int = FORMAT
-    kind: str = "failure"
-    operation: str
-    kernel: str
-    invariant: str
+    kind: Literal["failure", "not repeatable"] = "failure"
+    operation: Word
+    kernel: Word
+    invariant: Word
     case: dict[str, Any]
     found_as: dict[str, Any] = {}
     seen: str = ""
@@ -59,13 +62,23 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     where: str = ""
     device: str = ""
     versions: dict[str, str] = {}
-    passes: int = 0
+    passes: Annotated[int, Meta(ge=0, le=1)] = 0
 
 
 def save(
-    folder: Path, kernel: str, kind: str, invariant: str, case: Case, found_as: Case, violation: Violation, device: str
+    folder: Path,
+    kernel: str,
+    kind: Literal["failure", "not repeatable"],
+    invariant: str,
+    case: Case,
+    found_as: Case,
+    violation: Violation,
+    device: str,
 ) -> tuple[Path, bool]:
-    """Write a failure; returns its file, and whether that was there before. One case of one kernel has one file."""
+    """Write a failure; returns its file, and whether that was there before. One case of one kernel has one file.
+
+    Raises OSError where the folder cannot be written to.
+    """
     saved = SavedCase(
         kind=kind,
         operation=case.operation,
@@ -80,7 +93,7 @@ def save(
         versions=versions(),
     )
     digest = hashlib.sha256(msgspec.json.encode([kernel, invariant, saved.case])).hexdigest()[:10]
-    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in f"{kernel}-{invariant}-{digest}")
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", f"{kernel[:80]}-{invariant}-{digest}")
     path = folder / f"{name}.json"
     return path, not write(path, saved, new=True)
 
@@ -93,31 +106,44 @@ def write(path: Path, saved: SavedCase, new: bool = False) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(saved), indent=1)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(text + b"\n")
-    if not new:
+    try:
+        temporary.write_bytes(text + b"\n")
+        if new:
+            with suppress(FileExistsError):
+                os.link(temporary, path)  # unlike replace, it tells one of several workers that it was first
+                return True
+            if kernel_of(path) is not None:
+                return False
         temporary.replace(path)
         return True
-    try:
-        os.link(temporary, path)  # unlike replace, of several workers with the same case one is told that it was first
-        return True
-    except FileExistsError:
-        return False
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
-def read(path: Path) -> tuple[SavedCase, Case]:
-    """Read a saved case. Raises Unreadable in one sentence, OtherVersion where a newer pagefuzz wrote it."""
+def read(path: Path, source: str = "") -> tuple[SavedCase, Case]:
+    """Read a saved case; `source` is what messages call it (default: its path).
+
+    Raises Unreadable in one sentence, OtherVersion where a newer pagefuzz wrote it.
+    """
+    source = source or one_line(str(path), 200)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise Unreadable(f"{path} is not a regular file.")
-        if status.st_size > MOST_BYTES:
-            raise Unreadable(f"{path} has {status.st_size} bytes; a saved case has at most {MOST_BYTES}.")
-        data = path.read_bytes()
+        # Neither a pipe that nobody writes to nor a device without an end may hold the run up.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Unreadable(f"{source} is not a regular file.")
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror}.") from None
-    return decode(data, str(path))
+        raise Unreadable(f"{source} cannot be read: {error.strerror}.") from None
+    if len(data) > MOST_BYTES:
+        raise Unreadable(f"{source} has more than {MOST_BYTES} bytes, and no saved case does.")
+    return decode(data, source)
+
+
+def one_line(text: object, most: int = 300) -> str:
+    """`text` as it may be printed: one line of printable characters, and no more than `most` of them."""
+    start = str(text)[: most + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
 
 
 def kernel_of(path: Path) -> str | None:
@@ -132,38 +158,56 @@ def decode(data: bytes, source: str) -> tuple[SavedCase, Case]:
     """Decode the JSON text of a saved case; `source` is what messages call it."""
     try:
         head = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise Unreadable(f"{source} is not JSON, or damaged: {error}.") from None
+    except (ValueError, RecursionError) as error:  # msgspec's and Unicode's errors are ValueErrors
+        raise Unreadable(f"{source} is not JSON, or damaged: {one_line(error)}.") from None
     found = head.get("pagefuzz") if isinstance(head, dict) else None
-    if type(found) is not int:
+    if type(found) is not int or found < 1:
         raise Unreadable(f"{source} is not a saved case of pagefuzz: it has no format version.")
     if found > FORMAT:
-        raise OtherVersion(
-            f"{source} has format {found}, and pagefuzz {pagefuzz.__version__} reads up to {FORMAT}: update pagefuzz."
-        )
+        raise OtherVersion(_newer(source, found))
     try:
         saved = msgspec.convert(head, SavedCase)
-    except msgspec.ValidationError as error:
-        raise Unreadable(f"{source} is damaged: {error}.") from None
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Unreadable(f"{source} is damaged: {one_line(error)}.") from None
+    if saved.found_as:
+        to_case(saved.operation, saved.found_as, source)
     return saved, to_case(saved.operation, saved.case, source)
+
+
+def _newer(source: str, found: object) -> str:
+    return (
+        f"{source} has format {one_line(found, 20)}, and pagefuzz {pagefuzz.__version__} reads up to {FORMAT}: "
+        "update pagefuzz."
+    )
 
 
 def to_case(operation: str, plain: dict[str, Any], source: str) -> Case:
     """The checked case of an operation from plain data. Raises Unreadable."""
     kind = CASES.get(operation)
     if kind is None:
-        raise Unreadable(f"{source}: unknown operation {operation!r}; known are {', '.join(CASES)}.")
-    unknown = sorted(set(plain) - {item.name for item in fields(kind)})
-    if unknown:
-        raise Unreadable(f"{source}: a case of {operation} has no field {unknown[0]!r}.")
+        raise Unreadable(f"{source}: unknown operation {one_line(operation, 80)!r}; known are {', '.join(CASES)}.")
     try:
         case = msgspec.convert(plain, kind)
+        unknown = _unknown(plain, asdict(case))
+        if unknown:
+            raise Unreadable(f"{source}: a case of {operation} has no field {one_line(unknown, 80)!r}.")
         case.check()
-    except msgspec.ValidationError as error:
-        raise Unreadable(f"{source}: the case is damaged: {error}.") from None
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Unreadable(f"{source}: the case is damaged: {one_line(error)}.") from None
     except InvalidCase as error:
-        raise Unreadable(f"{source}: the case contradicts itself: {error}.") from None
+        raise Unreadable(f"{source}: the case contradicts itself: {one_line(error)}.") from None
     return case
+
+
+def _unknown(plain: Any, kept: Any) -> str:
+    """The first field in `plain` that was not kept, or ""."""
+    if isinstance(plain, dict):
+        for name, value in plain.items():
+            if found := name if name not in kept else _unknown(value, kept[name]):
+                return str(found)
+    elif isinstance(plain, list):
+        return next(filter(None, map(_unknown, plain, kept)), "")
+    return ""
 
 
 def token(kernel: str, invariant: str, case: Case) -> str:
@@ -173,36 +217,50 @@ def token(kernel: str, invariant: str, case: Case) -> str:
     return TOKEN_PREFIX + base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip("=")
 
 
+def is_token(text: str) -> bool:
+    """Whether a text is meant as a token, of this format or another."""
+    return re.match(r"pf[0-9]+\.", text) is not None
+
+
 def from_token(text: str) -> tuple[SavedCase, Case]:
-    """The case of a token. Raises Unreadable."""
-    source = f"token {text[:12]}..."
+    """The case of a token. Raises Unreadable, OtherVersion where a newer pagefuzz wrote it."""
+    source = f"token {one_line(text, 12)}"
+    if not text.startswith(TOKEN_PREFIX):
+        raise OtherVersion(_newer(source, text[2 : text.index(".")]))
     try:
-        packed = base64.b64decode(text[len(TOKEN_PREFIX) :] + "==", altchars=b"-_", validate=True)
+        body = text[len(TOKEN_PREFIX) :]
+        packed = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(packed, MOST_BYTES)
         if not unpacker.eof:
             raise Unreadable(f"{source} is cut short, or too long.")
         operation, kernel, invariant, plain = msgspec.json.decode(data, type=tuple[str, str, str, dict[str, Any]])
-    except (binascii.Error, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"{source} is damaged: {error}; copy the whole of it.") from None
+    except Unreadable:
+        raise
+    except (ValueError, zlib.error, RecursionError) as error:  # base64's and msgspec's errors are ValueErrors
+        raise Unreadable(f"{source} is damaged: {one_line(error)}; copy the whole of it.") from None
     case = to_case(operation, plain, source)
     return SavedCase(operation=operation, kernel=kernel, invariant=invariant, case=asdict(case)), case
 
 
 def passed(path: Path, saved: SavedCase, fixed: Path) -> str:
     """Note that a saved failure passes: the second time in a row it moves to `fixed`. Returns a sentence."""
-    if saved.passes + 1 < 2:
-        write(path, msgspec.structs.replace(saved, passes=saved.passes + 1))
-        return "passes; once more, and it moves to .pagefuzz/fixed/"
-    fixed.mkdir(parents=True, exist_ok=True)
-    path.replace(fixed / path.name)
-    return "passes for the second time: moved to .pagefuzz/fixed/"
+    try:
+        if not saved.passes:
+            write(path, msgspec.structs.replace(saved, passes=1))
+            return "once more, and it moves to .pagefuzz/fixed/"
+        fixed.mkdir(parents=True, exist_ok=True)
+        path.replace(fixed / path.name)
+    except OSError as error:
+        return f"this could not be noted: {error.strerror}"
+    return "the second time in a row, so it moved to .pagefuzz/fixed/"
 
 
 def failed_again(path: Path, saved: SavedCase) -> None:
     """Forget earlier passes of a saved failure."""
     if saved.passes:
-        write(path, msgspec.structs.replace(saved, passes=0))
+        with suppress(OSError):
+            write(path, msgspec.structs.replace(saved, passes=0))
 
 
 def versions() -> dict[str, str]:

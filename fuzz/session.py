@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -78,9 +79,7 @@ def load_adapter(name: str) -> None:
     path = Path(name)
     before = len(registered())
     try:
-        if path.suffix == ".py" or path.exists():
-            if not path.is_file():
-                raise UsageError(f"--adapter {name}: there is no such file.")
+        if os.path.isfile(path):
             digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
             spec = importlib.util.spec_from_file_location(f"pagefuzz_adapter_{digest}_{path.stem}", path)
             if spec is None or spec.loader is None:
@@ -92,15 +91,24 @@ def load_adapter(name: str) -> None:
                 spec.loader.exec_module(module)
             finally:
                 sys.path.remove(str(path.resolve().parent))
+        elif name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+            what = "this is a directory" if os.path.isdir(path) else "there is no such file"
+            raise UsageError(f"--adapter {name}: {what}; name a Python file or an importable module.")
         else:
             importlib.import_module(name)
     except UsageError:
         raise
     except RegistrationError as error:
         raise UsageError(f"--adapter {name}{_line_in(error, path)}: {error}") from None
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SyntaxError):
-            said = f", line {error.lineno}: {error.msg}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and pytest's own outcomes too
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            said = ": there is no such file or module (a module must be importable: see PYTHONPATH)."
+        elif isinstance(error, SyntaxError):
+            here = error.filename is None or Path(error.filename).name == path.name
+            where = f"line {error.lineno}" if error.lineno else "the file"
+            said = f", {where}{'' if here else f' of {error.filename}'}: {error.msg}"
         else:
             said = f"{_line_in(error, path)}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"--adapter {name}{said}") from None
@@ -113,9 +121,17 @@ def _line_in(error: BaseException, path: Path) -> str:
     return f", line {frames[-1].lineno}" if frames else ""
 
 
-def choose(patterns: Sequence[str]) -> dict[str, Kernel]:
-    """The registered kernels whose names match one of the shell patterns (all of them without a pattern)."""
-    known = registered()
+def load_own() -> None:
+    """Register the project's kernels. Raises UsageError where an adapter has taken one of their names."""
+    try:
+        import pagefuzz.kernels.own  # noqa: F401  # registers them
+    except RegistrationError as error:
+        raise UsageError(f"--adapter: {error}") from None
+
+
+def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
+    """Those of `known` (default: all registered) whose names match one of the shell patterns, if there is a pattern."""
+    known = registered() if known is None else known
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
             raise UsageError(f"--kernel {pattern}: no kernel has such a name; there are {', '.join(known)}.")
@@ -130,9 +146,9 @@ def choose(patterns: Sequence[str]) -> dict[str, Kernel]:
 class Session:
     """What an item needs to know.
 
-    device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. replayed:
-    whether a kernel was named for the replay. home: where `.pagefuzz` lies. repeat: the options that a command needs to
-    show the same again.
+    device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
+    `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
+    shell reads them. named: whether --kernel chose.
     """
 
     device: str
@@ -140,7 +156,8 @@ class Session:
     seed: int
     kernels: dict[str, Kernel]
     home: Path
-    repeat: str
+    pytest: str = "pytest fuzz/"
+    repeat: str = ""
     named: bool = False
 
     @cached_property
@@ -168,16 +185,8 @@ class Session:
         ]
 
     def command(self, what: str) -> str:
-        """The command that replays `what`."""
-        return f"pytest {self._tests()} --replay {what}{self.repeat}"
-
-    def _tests(self) -> str:
-        here = Path(__file__).resolve().parent
-        return (
-            f"{shown(here, self.home.resolve())}/"
-            if here.is_relative_to(self.home.resolve())
-            else "--pyargs pagefuzz.fuzz"
-        )
+        """The command that replays `what`, a word as a shell reads it."""
+        return f"{self.pytest} --replay {what} {self.repeat}".rstrip()
 
     # ---- the items
 
@@ -203,7 +212,7 @@ class Session:
         @given(drawn)
         def one_case(case: Case) -> None:
             if not found:
-                verdict = judge.verdict(case)
+                verdict = _verdict(judge, case)
                 statistics.add(case, verdict)
                 if verdict.kind in (PASS, UNSUPPORTED):
                     return
@@ -222,21 +231,17 @@ class Session:
 
     def failure(self, judge: Judge, found_as: Case, verdict: Verdict) -> AssertionError:
         """Shrink, save and word a failure; the error to raise."""
-        name, folder = judge.kernel.name, self.home / saving.FAILURES
+        name = judge.kernel.name
         if verdict.kind == DISAGREEMENT:
-            return Failed(f"{verdict.reason}\nThis is a fault of pagefuzz, not of {name}: please report it.")
+            return Failed(f"{verdict.reason}\n{_fault(name, found_as)}")
         assert verdict.violation is not None
-        if judge.verdict(found_as).kind == PASS:
-            path, _ = saving.save(
-                folder, name, NOT_REPEATABLE, verdict.named, found_as, found_as, verdict.violation, self.device
-            )
-            return Failed(not_repeatable_text(name, found_as, verdict, self.command(shown(path, self.home))))
+        if _verdict(judge, found_as).kind == PASS:
+            token = self.command(saving.token(name, verdict.named, found_as))
+            command, _ = self._save(name, NOT_REPEATABLE, found_as, found_as, verdict)
+            return Failed(not_repeatable_text(name, found_as, verdict, command or token))
         case, verdict = shrink(judge, found_as, verdict)
         assert verdict.violation is not None and verdict.invariant is not None
-        path, known = saving.save(
-            folder, name, "failure", verdict.named, case, found_as, verdict.violation, self.device
-        )
-        command = self.command(shown(path, self.home))
+        command, known = self._save(name, "failure", case, found_as, verdict)
         if known:
             return verdict.invariant.exception(
                 f"{verdict.named} violated by {name}, by the same shrunk case as another report: {command}"
@@ -244,38 +249,66 @@ class Session:
         token = self.command(saving.token(name, verdict.named, case))
         return verdict.invariant.exception(failure_text(name, case, found_as, verdict, command, token))
 
-    def replay(self, source: str, wanted: saving.SavedCase, case: Case) -> str:
-        """Judge a saved case and say what came of it. Raises the failure, or NotJudged."""
+    def _save(self, name: str, kind: Any, case: Case, found_as: Case, verdict: Verdict) -> tuple[str, bool]:
+        """Save a failure; returns the command that replays its file, and whether that was there before. Where the disk
+        does not take it the command is "": a report must not be lost for that."""
+        assert verdict.violation is not None
+        folder = self.home / saving.FAILURES
+        try:
+            path, known = saving.save(folder, name, kind, verdict.named, case, found_as, verdict.violation, self.device)
+        except OSError as error:
+            warnings.warn(f"{saving.FAILURES}: the failure could not be saved: {error.strerror}", stacklevel=2)
+            return "", False
+        return self.command(shown(path, self.home)), known
+
+    def replay(self, wanted: saving.SavedCase, case: Case, again: str) -> str:
+        """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
+        NotJudged."""
         kernel = self._kernel_for(wanted)
         judge = Judge(kernel, self.runner)
-        verdict = judge.verdict(case)
+        verdict = _verdict(judge, case)
         if verdict.kind == UNSUPPORTED:
-            raise NotJudged(f"{source}: unsupported: {verdict.reason}.")
+            raise NotJudged(f"unsupported: {verdict.reason}.")
         if verdict.kind == PASS:
-            return f"{source}: passes on {kernel.name}"
+            return f"passes on {kernel.name}"
         if verdict.kind == DISAGREEMENT:
-            raise NotJudged(f"{source}: {verdict.reason}\nThis is a fault of pagefuzz: please report it.")
+            raise NotJudged(f"{verdict.reason}\n{_fault(kernel.name, case)}")
         assert verdict.invariant is not None and verdict.violation is not None
         same = verdict.named == wanted.invariant
-        said = "still fails" if same else f"fails otherwise ({wanted.invariant} when it was saved)"
+        said = "still fails" if same else f"fails otherwise ({wanted.invariant!r} when it was saved)"
         token = self.command(saving.token(kernel.name, verdict.named, case))
-        text = failure_text(kernel.name, case, case, verdict, self.command(source), token)
-        raise verdict.invariant.exception(f"{source}: {said}\n{text}")
+        text = failure_text(kernel.name, case, None, verdict, self.command(again), token)
+        raise verdict.invariant.exception(f"{said}: {text}")
 
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:
-        known = self.kernels if self.named else registered()
-        fitting = [kernel for kernel in known.values() if kernel.operation.name == wanted.operation]
-        if not self.named and wanted.kernel in known:
-            fitting = [known[wanted.kernel]] if known[wanted.kernel].operation.name == wanted.operation else []
-        elif not self.named:
+        """The kernel that failed if it is among those chosen, else the one that was chosen in its place."""
+        chosen = self.kernels if self.named else registered()
+        kernel = chosen.get(wanted.kernel)
+        if kernel is not None and kernel.operation.name == wanted.operation:
+            return kernel
+        if not self.named:
             raise NotJudged(
-                f"unsupported: kernel {wanted.kernel!r} is not registered; name its adapter with --adapter FILE.py, or "
-                "another kernel with --kernel NAME."
+                f"unsupported: no kernel {wanted.kernel!r} of {wanted.operation} is registered; name its adapter with "
+                "--adapter FILE.py, or another kernel with --kernel NAME."
             )
+        fitting = [kernel for kernel in chosen.values() if kernel.operation.name == wanted.operation]
         if len(fitting) != 1:
             many = ", ".join(kernel.name for kernel in fitting) or "none"
             raise NotJudged(f"unsupported: --kernel must name one kernel of {wanted.operation}; it names {many}.")
         return fitting[0]
+
+
+def _verdict(judge: Judge, case: Case) -> Verdict:
+    """The verdict on a case. What goes wrong in pagefuzz itself says so, and on which case."""
+    try:
+        return judge.verdict(case)
+    except Exception as error:
+        error.add_note(_fault(judge.kernel.name, case))
+        raise
+
+
+def _fault(name: str, case: Case) -> str:
+    return f"This is a fault of pagefuzz, not of {name}: please report it, with this case: {case.one_line()}"
 
 
 def check_pools(kernels: dict[str, Kernel]) -> None:

@@ -46,7 +46,8 @@ def summary(parts: Iterable[dict[str, Any]], width: int) -> str:
     console = Console(file=out, width=max(width, 80), force_terminal=False)
     console.print(table)
     for operation, counts in sorted(features.items()):
-        drawn = ", ".join(f"{word} {_share(count, cases[operation])}" for word, count in counts.most_common())
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        drawn = ", ".join(f"{word} {_share(count, cases[operation])}" for word, count in ordered)
         console.print(f"drawn for {operation}: {drawn}", highlight=False, soft_wrap=False)
     return out.getvalue().rstrip()
 

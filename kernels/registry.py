@@ -47,8 +47,8 @@ class Declaration:
     empty: what a context length of 0 gives: "zeros", rows left "untouched", or it is "never" passed.
     unowned: "any" value, NaN included, may lie in what a sequence does not own, or only "finite" ones in the tail of
         its last page.
-    table_reads: "exact" (entries past ceil(n / bs) and pages that nobody owns are not even loaded), or anywhere within the
-        "row" and the pool, as long as nothing of it shows in the result (batched gathers that mask afterwards).
+    table_reads: "exact" (entries past ceil(n / bs) and pages that nobody owns are not even loaded), or anywhere within
+        the "row" and the pool, as long as nothing of it shows in the result (batched gathers that mask afterwards).
     unit_roundoff: what is rounded to less than float32: "scores", "weights" (before the second product), "products"
         (their operands), "sums" (the accumulators), each to one of float32, tf32, float16, bfloat16, float8_e4m3fn, or
         "input" for the dtype of the caches.

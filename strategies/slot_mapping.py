@@ -181,7 +181,8 @@ def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tup
     )
     alive = [b for b, row in enumerate(rows) if row.context_len]
     tokens = []
-    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4))) if count else 0):  # no sequence has no token, padded or not
+    # Without a sequence there is no token, not even a padded one.
+    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4))) if count else 0):
         if not alive or (declared.negative_slots != "never" and draw(draws.one_in(4))):
             if declared.negative_slots == "never":
                 break

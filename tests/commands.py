@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,8 +21,7 @@ LONGEST = 100.0  # seconds
 KEPT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
 
 SERVER = """
-import json, os, sys
-import hypothesis, msgspec, numpy, pytest, rich.table, torch, xdist
+import json, os, sys, msgspec, numpy, pytest, rich.table, torch, triton.language
 for line in sys.stdin:
     asked = json.loads(line)
     child = os.fork()
@@ -33,6 +31,7 @@ for line in sys.stdin:
             os.setsid()
             os.chdir(asked["folder"])
             os.environ.update(asked["environ"])
+            sys.path[:0] = filter(None, asked["environ"].get("PYTHONPATH", "").split(":"))
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
@@ -77,7 +76,9 @@ def environ(**more: str) -> dict[str, str]:
     """The environment of a command: the pytest of this Python, and nothing that the outer pytest tells its children."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    return {**kept, "PATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+    ours = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    # The same on every machine: on the CPU, with Triton interpreted.
+    return {**kept, **ours, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", **more}
 
 
 def _server() -> subprocess.Popen[str]:
@@ -94,13 +95,13 @@ def _server() -> subprocess.Popen[str]:
     return _servers[0]
 
 
-def pytest_in(folder: Path, *arguments: str | Path, tests: str | None = None, **more: str) -> Done:
+def pytest_in(folder: Path, *arguments: str | Path, tests: list[str] | None = None, **more: str) -> Done:
     """Run pytest on the fuzz tests with `arguments`, started in `folder`. `more`: of the environment.
 
-    tests: where the fuzz tests are said to lie (default: the tree's, by their absolute path). Raises AssertionError
+    tests: what names the fuzz tests (default: the tree's, by their absolute path). Raises AssertionError
     where the command takes too long, or leaves processes behind.
     """
-    given = ["-p", "no:cacheprovider", tests or str(TREE / "fuzz"), *map(str, arguments)]
+    given = ["-p", "no:cacheprovider", *(tests or [str(TREE / "fuzz")]), *map(str, arguments)]
     output = folder / f".output-{time.monotonic_ns()}"
     asked = {"folder": str(folder), "environ": more, "output": str(output), "arguments": given}
     server, started = _server(), time.monotonic()
@@ -122,11 +123,18 @@ def pytest_in(folder: Path, *arguments: str | Path, tests: str | None = None, **
     return Done(code, text, time.monotonic() - started)
 
 
-def shell_in(folder: Path, command: str) -> Done:
+def shell_in(folder: Path, command: str, **more: str) -> Done:
     """Run a printed command as it is, as a shell does."""
     started = time.monotonic()
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=environ(), capture_output=True, text=True, errors="replace", timeout=LONGEST
+        command,
+        shell=True,
+        cwd=folder,
+        env=environ(**more),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=LONGEST,
     )
     return Done(done.returncode, done.stdout + done.stderr, time.monotonic() - started)
 
@@ -143,12 +151,6 @@ def group(leader: int) -> list[int]:
             if int(fields[2]) == leader and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
-
-
-def arguments_of(command: str) -> list[str]:
-    """The words of a printed command that follow the folder of the tests."""
-    words = shlex.split(command)
-    return words[words.index(next(word for word in words if word.rstrip("/").endswith("fuzz"))) + 1 :]
 
 
 def failures(folder: Path) -> list[Path]:

@@ -38,7 +38,7 @@ def ints(bits: np.ndarray) -> list[int]:
     return [int(each) for each in bits]
 
 
-# ------------------------------------------------------------------------------------------------------ golden values
+# -------------------------------------------------------------------------------------------------------- golden values
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ K += [-1.77734375, -0.044921875, 1.185546875, -0.900390625]
 V = [0.125, 0.537109375, 1.59765625, -0.953125]
 V += [-1.91796875, 1.6953125, -0.71484375, 1.623046875]
 V += [1.5078125, -1.52734375, 0.328125, -0.087890625]
-GOLDEN_ATTENTION: dict[str, tuple[list[float], list[float], list[float]]] = {
+GOLDEN_ATTENTION: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
     "ordinary": (Q, K, V),
     "large_logits": ([-27.5625, 7.1875, 43.1875, -54.375], K, V),
     "shifted_rows": (
@@ -353,7 +353,7 @@ def test_every_attention_recipe_is_exact(recipe: str, dtype: str) -> None:
                 assert np.array_equal(decode(encode(numbers, dtype), dtype), numbers)
 
 
-# ------------------------------------------------------------------------------------------------------------- formats
+# -------------------------------------------------------------------------------------------------------------- formats
 
 
 def torch_float64(bits: np.ndarray, dtype: str) -> np.ndarray:
