@@ -68,7 +68,9 @@ class Runner:
             try:
                 result = kernel.call(*placed, **keywords)
                 self._finish()
-            except Exception as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # a kernel that exits or skips is observed like one that raises
                 raised = _raised(error)
         wild = None
         if trace is not None and trace.wild is not None:

@@ -23,7 +23,8 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Name = Annotated[str, Meta(max_length=64)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Blocks = Annotated[int, Meta(ge=1, le=2**40)]
-MAX_ELEMENTS = 1 << 24  # materialised elements of one case
+MAX_ELEMENTS = 1 << 22  # materialised elements of one case
+MAX_PRODUCTS = 1 << 24  # multiplications of one case: about two seconds of the loop oracle
 
 FAR_ELEMENTS = 2**31  # an offset from here on does not fit int32
 

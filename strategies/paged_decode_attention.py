@@ -14,6 +14,7 @@ from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
 from pagefuzz.strategies.case import (
     MAX_ELEMENTS,
+    MAX_PRODUCTS,
     Arguments,
     InvalidCase,
     Limits,
@@ -95,6 +96,10 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         touched = (len(self.in_pool()) + 3) * self.block_elements() + sum(self.context_lens) * self.num_heads
         rows = len(self.sequences) * (self.num_heads * self.head_dim + self.q_padding)
         require(touched + rows <= MAX_ELEMENTS, f"{touched + rows} elements are more than a case may hold")
+        products = sum(self.context_lens) * self.num_heads * self.head_dim
+        require(products <= MAX_PRODUCTS, f"{products} products are more than a case may hold")
+        programs = len(self.sequences) * self.num_heads
+        require(programs <= 4096, f"{programs} rows of heads are more than a case may hold")
         if self.fault in self.value_faults:
             require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
 
