@@ -166,7 +166,8 @@ class Trace:
         origin = self._origins.get(id(ptrs.dtype))
         if origin is None or not origin[1].all_inside(active, size):
             outside = np.ones(active.shape, np.bool_)
-            for extent in self._arguments:
+            # An address that came in as a number has no origin; it may mean any tensor of the call.
+            for extent in self._arguments if origin else [*self._arguments, *self._named]:
                 outside &= ~extent.inside(active, size)
             if outside.any():
                 first = int(outside.argmax())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
@@ -102,6 +104,10 @@ class Judge:
         violated all are asked, and the most specific one is named; with `asked` only those ids are, and the first
         violated one of the lowest rank is named.
         """
+        with np.errstate(all="ignore"):  # whatever an adapter set: infinities and NaN are the suite's daily bread
+            return self._verdict(case, asked)
+
+    def _verdict(self, case: Case, asked: tuple[str, ...] | None) -> Verdict:
         declared = self.kernel.declared
         if beyond := case.beyond(declared):
             return Verdict(UNSUPPORTED, reason=f"{self.kernel.name} does not declare to support {beyond}")

@@ -45,8 +45,7 @@ class Declaration:
     cache_layouts: "contiguous" is the one that is drawn so far.
     negative_slots: "any" negative slot is padding, only "minus_one" is, or one is "never" passed.
     empty: what a context length of 0 gives: "zeros", rows left "untouched", or it is "never" passed.
-    unowned: "any" value, NaN included, may lie in what a sequence does not own, or only "finite" ones in the tail of
-        its last page.
+    unowned: "any" value, NaN included, may lie in what a sequence does not own, or only "finite" ones of ordinary size.
     table_reads: "exact" (entries past ceil(n / bs) and pages that nobody owns are not even loaded), or anywhere within
         the "row" and the pool, as long as nothing of it shows in the result (batched gathers that mask afterwards).
     unit_roundoff: what is rounded to less than float32: "scores", "weights" (before the second product), "products"

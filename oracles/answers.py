@@ -39,7 +39,7 @@ class OracleDisagreement(RuntimeError):
     """The dense and the loop oracle differ: a fault of the suite, never of the kernel."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def answer(case: Case, declared: Declaration) -> Any:
     """The right answer of a case: int64[T] slots; {cache: [tokens, KVH * D] bits}; or an AttentionAnswer."""
     return DENSE[case.operation](case, declared)
@@ -205,13 +205,21 @@ def element_words(case: Any, buffer: str, element: int) -> str:
     return where
 
 
+def unfinished(twin: Observation, what: str) -> Violation:
+    """That a twin did not finish where the case itself did."""
+    seen = f"raised {twin.raised}" if twin.raised else str(twin.wild or twin.misreturned)
+    return Violation(f"{seen}, {what}", "it runs, as it does without that")
+
+
 def bits_differ(case: Any, run: Observation, twin: Observation, declared: Declaration, what: str) -> Violation | None:
-    """Where the result of a twin that must equal the case's differs from it, if both finished.
+    """Where the result of a twin that must equal the case's differs from it, or that only the case finished.
 
     Bit for bit if the kernel is declared deterministic, else not at all (both are held to the bound by I4). Only for
     operations whose result does not name blocks. Rows that are left untouched are not looked at.
     """
-    if not (run.finished and twin.finished) or not declared.deterministic or run.same_result(twin):
+    if run.finished and not twin.finished:
+        return unfinished(twin, what)
+    if not run.finished or not declared.deterministic or run.same_result(twin):
         return None
     if run.output is None or twin.output is None:
         return Violation(f"other bits in the cache {what}", "the same bits")

@@ -96,17 +96,21 @@ class TailIsUnused(Invariant):
                 if not named and len(blocks) > 1:  # one memory page holds many small blocks
                     return Violation(
                         f"one of the blocks {blocks[0]} to {blocks[-1]} of {name}, owned by no sequence, was looked at",
-                        f"only owned blocks are: {', '.join(map(str, sorted(case.owned))) or 'none'}",
+                        self._owned(case),
                         self._tails(case),
                     )
                 return self._foreign(case, name, named[0] if named else blocks[0], "was looked at")
         return None
+
+    def _owned(self, case: Any) -> str:
+        owned = ", ".join(map(str, sorted(case.owned))) or "none"
+        return f"only owned blocks are: {owned} (or declare table_reads='row', if it is masked afterwards)"
 
     def _foreign(self, case: Any, cache: str, block: int, verb: str) -> Violation:
         place = "outside the pool" if not 0 <= block < case.num_blocks else "owned by no sequence"
         rows = [str(b) for b, row in enumerate(case.sequences) if block in row.tail]
         return Violation(
             f"block {block} of {cache}, {place}, {verb}",
-            f"only owned blocks are: {', '.join(map(str, sorted(case.owned))) or 'none'}",
+            self._owned(case),
             f"the tail of row {rows[0]} names it" if rows else "no row names it",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import answer
+from pagefuzz.oracles.answers import answer, unfinished
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.number_formats import decode
@@ -38,7 +38,7 @@ class ContextLength(Invariant):
         for name, twin in self.twins(case, declared).items():
             run = observations[name]
             if not run.finished:
-                continue  # I0 and I2 speak of that
+                return unfinished(run, "with q = 0 and one-hot rows of V") if observations["case"].finished else None
             assert run.output is not None
             seen = decode(run.output.bits, run.output.dtype)
             right = answer(twin, declared)

@@ -26,9 +26,11 @@ class UnownedIsInvisible(Invariant):
     rank = 40
 
     def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
-        finite = declared.unowned == "finite"
-        other = ("largest" if finite else "nan") if case.poison in FINITE_POISONS else "zeros"
-        return {TWIN: replace(case, poison=other if other != case.poison else "zeros")}
+        if declared.unowned == "finite":
+            other = "tenant" if case.poison != "tenant" else "zeros"
+        else:
+            other = "nan" if case.poison in FINITE_POISONS else "zeros"
+        return {TWIN: replace(case, poison=other)}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         other = self.twins(case, declared)[TWIN].poison

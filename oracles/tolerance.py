@@ -80,7 +80,8 @@ def attention_bound(
         relative = w + gamma(n, precision.sums) + 2 * precision.weights + 2 * precision.products
         sizes = np.abs(values)
         bound = np.einsum("hn,nhd->hd", p * relative, sizes)
-        return bound + precision.weight_underflow * sizes.sum(axis=0) / total
+        # Not divided by the sum of the weights: whether they are rounded before or after that is not declared.
+        return bound + precision.weight_underflow * sizes.sum(axis=0)
 
 
 def rounded_bound(bound: np.ndarray, exact: np.ndarray, dtype: str) -> np.ndarray:

@@ -135,7 +135,7 @@ class Case:
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def arguments_of(case: Case) -> Arguments:
     """`case.arguments()`, remembered: what reads them must not write to them."""
     return case.arguments()

@@ -30,9 +30,10 @@ from pagefuzz.strategies.case import (
 from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
 from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
-from pagefuzz.strategies.values import FINITE_POISONS, counter_hash, dyadic, grid, poison_bits
+from pagefuzz.strategies.values import MODEST_POISONS, counter_hash, dyadic, grid, poison_bits
 
 OPERATION = "paged_decode_attention"
+TOKEN_VALUES = 100_000  # tokens times query heads times dims, of one sequence
 POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 
 DRAWN_VALUES = ("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows")
@@ -111,7 +112,7 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             (self.length_dtype in declared.index_dtypes, f"{self.length_dtype} context_lens"),
             (declared.token_strides == "any" or not self.q_padding, "q as a view"),
             (declared.empty != "never" or all(self.context_lens), "a context length of 0"),
-            (declared.unowned == "any" or self.poison in FINITE_POISONS or not tails, f"{self.poison} in a last page"),
+            (declared.unowned == "any" or self.poison in MODEST_POISONS or not tails, f"{self.poison} in a last page"),
         )
 
     # ---- values
@@ -352,8 +353,11 @@ def cases(
     block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
     count = draw(st.sampled_from((2, 1, 3, 1, 2, 4, 2, 1, 3, 2, 1, 0, 2)))
     empty = declared.empty != "never"
-    most = max(4 * block_size, 24) if head_dim * num_kv_heads <= 128 else max(2 * block_size + 1, 12)
-    lengths = [draw(context_lengths(block_size, min(most, 160), empty)) for _ in range(count)]
+    # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
+    tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
+    most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
+    count = min(count, max(tokens // (block_size + 1), 1))
+    lengths = [draw(context_lengths(block_size, most, empty)) for _ in range(count)]
     index_dtype = draw(st.sampled_from(declared.index_dtypes))
     block_elements = block_size * num_kv_heads * head_dim
     rows, num_blocks = draw(
@@ -368,7 +372,7 @@ def cases(
             far=draw(draws.one_in(11)),
         )
     )
-    poisons = FINITE_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
+    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
     return PagedDecodeAttentionCase(
         block_size=block_size,
         num_blocks=num_blocks,

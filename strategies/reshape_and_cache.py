@@ -206,7 +206,7 @@ class ReshapeAndCacheCase(WithFloats):
             cache.strides = row_major(cache.shape)
         elif self.fault == "key with its last dim strided":
             require(self.head_dim > 1 and self.rows > 0, f"fault={self.fault!r} needs two dims and a token")
-            bits = np.zeros((self.rows, 2 * self.row), dtype=FORMATS[self.dtype].bits)
+            bits = np.repeat(self.token_bits("key"), 2, axis=1)
             wide = padded_rows("key", self.dtype, bits, (self.num_kv_heads, 2 * self.head_dim))
             arguments["key"] = Tensor(
                 "key", wide.buffer, key.shape, (2 * self.row, 2 * self.head_dim, 2) if self.rows else key.strides

@@ -1,4 +1,4 @@
-"""Follows CONTRIBUTING.md to the letter in a copy of the tree: the invariant runs, fails a bad kernel, passes good ones."""
+"""Follows CONTRIBUTING.md to the letter in a copy of the tree: the invariant runs and tells bad from good."""
 
 from __future__ import annotations
 

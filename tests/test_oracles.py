@@ -276,7 +276,7 @@ def test_the_scale_is_on_the_scores() -> None:
     dense, loop = both(case)
     # Head 1 scores 0, 2 log 2, 2 log 2: 1 : 4 : 4, so (1 + 12 + 20) / 9.
     for found in (dense.exact, np.array(loop)):
-        assert np.allclose(found[0], [[3, 4], [33 / 9, 33 / 9 + 1]], rtol=0, atol=1e-14)
+        assert np.allclose(found[0], np.array([[3, 4], [33 / 9, 33 / 9 + 1]]), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("values", ["heads_by_value", "heads_by_key"])

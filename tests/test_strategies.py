@@ -731,6 +731,9 @@ def test_renamed_blocks_hold_the_same_tokens() -> None:
         assert [row.blocks for row in renamed.sequences] == [
             tuple(names[block] for block in row.blocks) for row in case.sequences
         ]
+        assert [row.tail for row in renamed.sequences] == [
+            tuple(names.get(entry, entry) for entry in row.tail) for row in case.sequences
+        ]
         assert np.array_equal(right(renamed), right(case))
 
 

@@ -226,7 +226,9 @@ def scenarios() -> Iterator[tuple[str, Seen, Seen]]:
     yield "wide, past the end", look({"x": raw}, words, (1,), raw, raw, 10), {"raised": True, "loads": {"x": []}}
     address = torch.tensor([x.data_ptr() + 8, x.data_ptr() + 10])
     seen = look({"x": x}, read_address, (1,), address, out)
-    yield "address is no argument", seen, {"raised": True}
+    yield "address of a tensor of the call", seen, {"raised": False}
+    seen = look({"out": out}, read_address, (1,), address, out)
+    yield "address of no tensor of the call", seen, {"raised": True}
     seen = look({"x": x}, read_address, (1,), address, x)
     yield "address from memory", seen, legal | {"loads": {"x": [2]}}
     seen = look({"x": x}, read_address, (1,), address[1:], x)
