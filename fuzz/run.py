@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -113,11 +114,11 @@ def _raised(error: BaseException) -> Raised:
     inside = type(error).__name__ == "InterpreterError"
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
-    here = Path(__file__).resolve().parent
+    not_the_authors = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(__file__).parent))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and Path(frame.filename).parent != here
+        if not frame.filename.startswith((*not_the_authors, "<"))
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     message = " ".join(str(error).split())

@@ -148,7 +148,7 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose.
+    shell reads them. named: whether --kernel chose. started: when, in seconds of time.time().
     """
 
     device: str
@@ -159,6 +159,7 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    started: float = field(default_factory=time.time)
 
     @cached_property
     def runner(self) -> Any:
@@ -250,12 +251,13 @@ class Session:
         return verdict.invariant.exception(failure_text(name, case, found_as, verdict, command, token))
 
     def _save(self, name: str, kind: Any, case: Case, found_as: Case, verdict: Verdict) -> tuple[str, bool]:
-        """Save a failure; returns the command that replays its file, and whether that was there before. Where the disk
-        does not take it the command is "": a report must not be lost for that."""
+        """Save a failure; returns the command that replays its file, and whether this run saved it before. Where the
+        disk does not take it the command is "": a report must not be lost for that."""
         assert verdict.violation is not None
         folder = self.home / saving.FAILURES
         try:
             path, known = saving.save(folder, name, kind, verdict.named, case, found_as, verdict.violation, self.device)
+            known = known and path.stat().st_mtime >= self.started
         except OSError as error:
             warnings.warn(f"{saving.FAILURES}: the failure could not be saved: {error.strerror}", stacklevel=2)
             return "", False

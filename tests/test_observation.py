@@ -241,6 +241,25 @@ def test_what_was_written_before_an_error_is_seen() -> None:
     assert seen.raised is not None and seen.changes["k_cache"].elements.tolist() == [0]
 
 
+@pytest.mark.parametrize("error", [SystemExit, pytest.skip.Exception, AssertionError, MemoryError])
+def test_a_kernel_that_exits_or_skips_has_raised(error: type[BaseException]) -> None:
+    def kernel(*arguments: Any) -> None:
+        raise error("on purpose")
+
+    raised = observe(WRITE, kernel).raised
+    assert raised is not None and (raised.type, raised.message) == (error.__name__, "on purpose")
+
+
+def test_what_a_kernel_sets_of_numpy_stays_with_it() -> None:
+    before = np.geterr()
+
+    def kernel(*arguments: Any) -> None:
+        np.seterr(all="raise")
+
+    observe(WRITE, kernel)
+    assert np.geterr() == before
+
+
 def test_an_interrupt_is_not_observed() -> None:
     def kernel(*arguments: Any) -> None:
         raise KeyboardInterrupt

@@ -29,7 +29,7 @@ from pagefuzz.strategies.number_formats import FORMATS, decode
 from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
-from pagefuzz.strategies.values import FINITE_POISONS, POISONS
+from pagefuzz.strategies.values import MODEST_POISONS, POISONS
 
 SLOTS, WRITE, DECODE = "slot_mapping", "reshape_and_cache", "paged_decode_attention"
 RELATIONS = ("I2", "I7", "I8")
@@ -474,7 +474,7 @@ def test_every_declared_size_is_drawn() -> None:
 def test_what_stays_allowed_is_still_drawn() -> None:
     assert any(-1 in case.slots for case in restricted(WRITE, "only -1 is padding"))
     assert any(0 in case.context_lens for case in restricted(DECODE, "finite tails"))
-    assert {case.poison for case in restricted(DECODE, "finite tails")} == set(FINITE_POISONS)
+    assert {case.poison for case in restricted(DECODE, "finite tails")} == set(MODEST_POISONS)
     assert any(case.q_padding and case.table_padding for case in restricted(DECODE, "int32"))
     assert any(case.is_far() for case in drawn(WRITE) if case.index_dtype == "int32")
 
@@ -487,6 +487,11 @@ def test_a_declaration_that_admits_nothing_says_so(what: str) -> None:
         draw(WRITE, declared, 1, 0)
 
 
+ROW = Sequence((0,), (), 2)
+TABLE = PagedDecodeAttentionCase(block_size=2, num_blocks=3, sequences=(ROW,))
+WRITES = ReshapeAndCacheCase(block_size=2, num_blocks=3, slots=(0, 5))
+TOKENS = SlotMappingCase(block_size=2, num_blocks=3, sequences=(ROW,), tokens=(Token(0, 1),))
+WIDE = Sequence((0,), (1,) * 65535, 2)
 WITHIN = replace(
     PagedDecodeAttentionCase(block_size=2, num_blocks=2, sequences=(Sequence((0, 1), (9,), 3),)),
     num_kv_heads=2,
@@ -513,7 +518,8 @@ WITHIN = replace(
         (WITHIN, {"table_strides": "contiguous"}, "a block table narrower than its row stride"),
         (WITHIN, {"token_strides": "contiguous"}, "q as a view"),
         (WITHIN, {"unowned": "finite"}, "nan in a last page"),
-        (replace(WITHIN, poison="largest"), {"unowned": "finite"}, ""),
+        (replace(WITHIN, poison="largest"), {"unowned": "finite"}, "largest in a last page"),
+        (replace(WITHIN, poison="tenant"), {"unowned": "finite"}, ""),
         (replace(WITHIN, sequences=(Sequence((0, 1), (), 4),)), {"unowned": "finite"}, ""),
         (replace(WITHIN, sequences=(Sequence((), (9,), 0),)), {"empty": "never"}, "a context length of 0"),
         (replace(WITHIN, sequences=(Sequence((), (9,), 0),)), {"empty": "untouched"}, ""),
@@ -535,7 +541,7 @@ WITHIN = replace(
         (ReshapeAndCacheCase(block_size=3, num_blocks=1), {"index_dtypes": ("int32",)}, "int64 slots"),
         (ReshapeAndCacheCase(block_size=3, num_blocks=1), {"dtypes": ("bfloat16",)}, "dtype float32"),
         (
-            SlotMappingCase(block_size=1, num_blocks=1, tokens=(Token(0, -7),)),
+            replace(TOKENS, tokens=(Token(0, -7),)),
             {"negative_slots": "never"},
             "position -7",
         ),
@@ -848,12 +854,6 @@ def test_a_shared_page_holds_the_tokens_of_its_first_owner() -> None:
 
 # ------------------------------------------------------------------------------------------------------- contradictions
 
-ROW = Sequence((0,), (), 2)
-TABLE = PagedDecodeAttentionCase(block_size=2, num_blocks=3, sequences=(ROW,))
-WRITES = ReshapeAndCacheCase(block_size=2, num_blocks=3, slots=(0, 5))
-TOKENS = SlotMappingCase(block_size=2, num_blocks=3, sequences=(ROW,), tokens=(Token(0, 1),))
-WIDE = Sequence((0,), (1,) * 65535, 2)
-
 
 @pytest.mark.parametrize(
     ("case", "changes", "sentence"),
@@ -926,6 +926,17 @@ WIDE = Sequence((0,), (1,) * 65535, 2)
         (TABLE, {"q_padding": 1 << 25}, "33554443 elements are more than a case may hold"),
         (
             TABLE,
+            {"block_size": 4096, "sequences": (Sequence((0,), (), 4096),), "num_kv_heads": 64, "head_dim": 128},
+            "are more than a case may hold",
+        ),
+        (
+            TABLE,
+            {"group_size": 512, "head_dim": 512, "block_size": 128, "sequences": (Sequence((0,), (), 128),)},
+            "33554432 products are more than a case may hold",
+        ),
+        (TABLE, {"group_size": 4096, "sequences": (ROW, ROW)}, "8192 rows of heads are more than a case may hold"),
+        (
+            TABLE,
             {"fault": "negative context length", "sequences": (Sequence((), (0,), 0),)},
             "fault='negative context length' needs a sequence with a token",
         ),
@@ -945,6 +956,7 @@ WIDE = Sequence((0,), (1,) * 65535, 2)
             {"slots": (-1, -1), "fault": "the same slot twice"},
             "fault='the same slot twice' needs two tokens, one with a slot",
         ),
+        (TOKENS, {"sequences": ()}, "tokens without a sequence"),
         (TOKENS, {"tokens": (Token(1, 0),)}, "token 0: there is no sequence 1"),
         (TOKENS, {"tokens": (Token(0, 0), Token(-1, 0))}, "token 1: there is no sequence -1"),
         (TOKENS, {"tokens": (Token(0, 2),)}, "token 0: position 2 of a sequence with 2 tokens"),

@@ -17,6 +17,7 @@ from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.values import (
     FINITE_POISONS,
+    MODEST_POISONS,
     POISONS,
     copied_bits,
     counter_hash,
@@ -314,6 +315,8 @@ def test_poison_is_finite_where_it_is_declared_so(dtype: str) -> None:
     for kind in POISONS:
         numbers = decode(poison_bits(kind, dtype, 64, 9), dtype)
         assert np.isfinite(numbers).all() == (kind in FINITE_POISONS), kind
+    for kind in MODEST_POISONS:
+        assert (np.abs(decode(poison_bits(kind, dtype, 4096, 9), dtype)) <= 2).all(), kind
     largest = decode(poison_bits("largest", dtype, 2, 0), dtype)
     smallest = decode(poison_bits("smallest", dtype, 2, 0), dtype)
     info = torch.finfo(getattr(torch, dtype))
