@@ -17,16 +17,13 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase, given, settings
-
 from pagefuzz.fuzz import saved as saving
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
@@ -200,28 +197,16 @@ class Session:
         found: list[tuple[Case, Verdict]] = []
         started = time.perf_counter()
 
-        @hypothesis.seed(int(hashlib.sha256(f"{self.seed}/{kernel.name}/{index}".encode()).hexdigest()[:15], 16))
-        @settings(
-            max_examples=examples,
-            database=None,  # saved failures are what is tried first, whatever the number of shards
-            deadline=None,
-            phases=(Phase.generate,),  # fuzz/shrink.py shrinks
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            print_blob=False,
-        )
-        @given(drawn)
-        def one_case(case: Case) -> None:
-            if not found:
-                verdict = _verdict(judge, case)
-                statistics.add(case, verdict)
-                if verdict.kind in (PASS, UNSUPPORTED):
-                    return
-                found.append((case, verdict))
-            raise Failed
+        def look(case: Case) -> bool:
+            verdict = _verdict(judge, case)
+            statistics.add(case, verdict)
+            if verdict.kind in (PASS, UNSUPPORTED):
+                return False
+            found.append((case, verdict))
+            return True
 
-        with suppress(Failed):
-            one_case()
+        seed = int(hashlib.sha256(f"{self.seed}/{kernel.name}/{index}".encode()).hexdigest()[:15], 16)
+        each_case(drawn, examples, seed, look)
         statistics.seconds = time.perf_counter() - started
         if found:
             statistics.violations += 1

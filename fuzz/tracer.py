@@ -13,8 +13,8 @@ Whose access it was: every tensor argument of a launch has a pointer type object
 broadcasts and descriptors hand that object on, so a pointer says which argument it came from. `tl.where` of two
 pointers says the second. The origin is lost where a kernel casts a pointer or makes one from an integer; then the
 nearest argument in memory is named, one with elements of the accessed size if there is any. The origin is for the name
-only: an access that lands in another argument is legal. An address that came in as a number has no origin at all; it may
-also lie in a named tensor that is no argument of the launch.
+only: an access that lands in another argument is legal. An address that came in as a number has no origin at all; it
+may also lie in a named tensor that is no argument of the launch.
 
 Works with and without `pagefuzz.fuzz.interpreter.install`, on triton 3.6 to 3.9. All loads, stores, block pointers and
 descriptors reach the builder's create_masked_load and create_masked_store; atomics have their own two methods. One

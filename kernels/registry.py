@@ -146,7 +146,8 @@ def _checked(kernel_name: str, declarations: Mapping[str, Any]) -> Declaration:
                     raise RegistrationError(f"{said} should be a list of positive ints, or a function of one int.")
                 value = value if isinstance(value, range) else tuple(value)
         elif name == "devices":
-            if value != "any" and (isinstance(value, str) or not all(isinstance(item, str) for item in value)):
+            listed = isinstance(value, Collection) and not isinstance(value, str) and len(value) > 0
+            if value != "any" and not (listed and all(isinstance(item, str) for item in value)):
                 raise RegistrationError(f"{said} should be 'any' or a list of torch device types such as ['cuda'].")
             value = value if value == "any" else tuple(value)
         elif name == "unit_roundoff":
@@ -204,7 +205,7 @@ def kernel(operation: str, *, name: str | None = None, **declarations: Any) -> C
 
     def register(call: F) -> F:
         kernel_name = name or getattr(call, "__name__", "")
-        if not callable(call) or not kernel_name:
+        if not callable(call) or not kernel_name or not isinstance(kernel_name, str):
             raise RegistrationError(f"kernel of {operation!r}: {call!r} is not a callable with a name; pass name=...")
         declared = _checked(kernel_name, declarations)
         _check_signature(kernel_name, call, OPERATIONS[operation], declared)

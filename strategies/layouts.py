@@ -265,14 +265,16 @@ class Paged(Case):
         ids, far = reduced.in_pool(), -(-FAR_ELEMENTS // reduced.block_elements())
         names = {block: index for index, block in enumerate(ids)}
         names[max(reduced.owned)] = far
-        yield replace(reduced.renamed(names, far + 1), index_dtype="int64")
+        found = replace(reduced.renamed(names, far + 1), index_dtype="int64")
+        if found != self:
+            yield found
 
     def roomy(self, reduced: Self) -> Iterator[Self]:
         """`reduced`, a case with smaller blocks, in a pool of as many bytes, if that is more than a memory page: reads
         of untouched memory only show there."""
         before, after = (case.block_elements() * case.itemsize() for case in (self, reduced))
         if self.num_blocks * before > PAGE and after < before:
-            num_blocks = self.num_blocks * before // after
+            num_blocks = max(self.num_blocks * before // after, reduced.num_blocks)
             rows = [
                 replace(
                     row,
@@ -383,7 +385,7 @@ def sequences(
             pool += jump
     tail_kinds = draw(st.lists(st.sampled_from(TAILS), min_size=1, max_size=2)) if lengths else ["garbage"]
     if "distant" in tail_kinds and distant < most_ids:
-        pool = max(pool, distant + 1)
+        pool = max(pool, distant + 8192 // block_bytes + 2)
     owned, spare = ids[:needed], ids[needed:]
     takes = iter(owned)
     blocks: list[tuple[int, ...]] = []

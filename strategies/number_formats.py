@@ -42,7 +42,8 @@ STORAGE: dict[str, type] = {
 def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
     """The float64 values of bit patterns of `dtype` (exact)."""
     if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     native = np.float32 if dtype == "float32" else np.float16
     with np.errstate(invalid="ignore"):  # widening a signalling NaN says so; it stays a NaN
         return np.ascontiguousarray(bits).view(native).astype(np.float64)

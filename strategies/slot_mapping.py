@@ -175,7 +175,7 @@ def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tup
     count = draw(st.sampled_from((2, 1, 3, 1, 4, 0, 2)))
     lengths = [draw(context_lengths(block_size, 96, True)) for _ in range(count)]
     index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    far = draw(draws.one_in(9))
+    far = draw(draws.one_in(6))
     rows, num_blocks = draw(
         sequences(lengths, block_size, block_size, 1, Limits(2**62), declared, int32=index_dtype == "int32", far=far)
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 
-import hypothesis
-from hypothesis import HealthCheck, Phase, given, settings
-
 from pagefuzz.fuzz.arena import CpuArena
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import PASS, Judge, Verdict
@@ -46,34 +43,17 @@ def find(kernel: Kernel, examples: int, seed: int) -> Killed | None:
     found: list[tuple[Case, Verdict]] = []
     count = 0
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        derandomize=False,
-    )
-    @given(STRATEGIES[kernel.operation.name](kernel.declared, runner().arena.limits, relations))
-    def one_case(case: Case) -> None:
+    def look(case: Case) -> bool:
         nonlocal count
-        if not found:
-            count += 1
-            verdict = judge.verdict(case)
-            if verdict.kind == PASS:
-                return
+        count += 1
+        verdict = judge.verdict(case)
+        if verdict.kind != PASS:
             found.append((case, verdict))
-        raise _Found
+        return bool(found)
 
-    with suppress(_Found):
-        one_case()
+    cases = STRATEGIES[kernel.operation.name](kernel.declared, runner().arena.limits, relations)
+    each_case(cases, examples, seed, look)
     if not found:
         return None
     case, verdict = shrink(judge, *found[0])
     return Killed(case, found[0][0], verdict, count)
-
-
-class _Found(Exception):
-    pass

@@ -19,16 +19,15 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import HealthCheck, Phase, given, settings
 
 import pagefuzz
 from pagefuzz.fuzz.arena import ALIGNMENT, GUARD, CpuArena
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import Declaration, Kernel
@@ -407,20 +406,7 @@ def test_most_distant_tails_that_are_drawn_show_a_look() -> None:
     """The block of a "distant" tail must share no memory page with what is filled in, guard zones included."""
     cases: list[Any] = []
 
-    @hypothesis.seed(3)
-    @settings(
-        max_examples=400,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        derandomize=False,
-    )
-    @given(STRATEGIES["paged_decode_attention"](PLAIN, arena().limits))
-    def one_case(case: Case) -> None:
-        cases.append(case)
-
-    one_case()
+    each_case(STRATEGIES["paged_decode_attention"](PLAIN, arena().limits), 400, 3, cases.append)
     looked = seen = 0
     for case in dict.fromkeys(cases):
         pieces = case.arguments().tensors["k_cache"].buffer.pieces

@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles import answers
 from pagefuzz.oracles.answers import DENSE, LOOP, OracleDisagreement, answer, check_oracles
@@ -36,20 +35,7 @@ each_operation = pytest.mark.parametrize("operation", STRATEGIES)
 def drawn(operation: str) -> list[Any]:
     cases: list[Any] = []
 
-    @hypothesis.seed(11)
-    @settings(
-        max_examples=400,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        derandomize=False,
-    )
-    @given(STRATEGIES[operation](Declaration(), Limits()))
-    def one_case(case: Case) -> None:
-        cases.append(case)
-
-    one_case()
+    each_case(STRATEGIES[operation](Declaration(), Limits()), 400, 11, cases.append)
     return cases
 
 

@@ -10,13 +10,12 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
-import hypothesis
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 
 from pagefuzz.fuzz import saved
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.session import SHARD
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.answers import answer, check_oracles
@@ -42,20 +41,7 @@ each_paged = pytest.mark.parametrize("operation", [SLOTS, DECODE])
 def draw(operation: str, declared: Declaration, count: int, seed: int) -> list[Any]:
     cases: list[Any] = []
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        derandomize=False,
-    )
-    @given(STRATEGIES[operation](declared, Limits(), RELATIONS))
-    def one_case(case: Case) -> None:
-        cases.append(case)
-
-    one_case()
+    each_case(STRATEGIES[operation](declared, Limits(), RELATIONS), count, seed, cases.append)
     return cases
 
 

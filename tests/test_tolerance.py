@@ -14,18 +14,17 @@ from functools import cache, partial
 from math import sqrt
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 
+from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.answers import answer, first_difference
 from pagefuzz.oracles.observation import Observation, Output
 from pagefuzz.oracles.tolerance import LOOSE, Precision, attention_bound, gamma, rounded_bound
 from pagefuzz.strategies import STRATEGIES
-from pagefuzz.strategies.case import Case, Limits, Sequence
+from pagefuzz.strategies.case import Limits, Sequence
 from pagefuzz.strategies.number_formats import FORMATS, decode
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
 
@@ -419,20 +418,7 @@ def test_one_last_place_is_within_the_bound_and_two_are_not() -> None:
 def drawn() -> list[Any]:
     cases: list[Any] = []
 
-    @hypothesis.seed(3)
-    @settings(
-        max_examples=500,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        derandomize=False,
-    )
-    @given(STRATEGIES["paged_decode_attention"](PLAIN, Limits()))
-    def one_case(case: Case) -> None:
-        cases.append(case)
-
-    one_case()
+    each_case(STRATEGIES["paged_decode_attention"](PLAIN, Limits()), 500, 3, cases.append)
     return cases
 
 
