@@ -251,7 +251,7 @@ class Paged(Case):
             yield self.renamed(names, max(len(order), 1))
             if self.num_blocks > len(order):
                 yield self.renamed(names, self.num_blocks)
-        pools = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 3 + 1}
+        pools = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 4}
         yield from self.far_again(self)
         for num_blocks in sorted(pools):
             if max(ids, default=0) < num_blocks < self.num_blocks:
