@@ -251,10 +251,11 @@ class Paged(Case):
             yield self.renamed(names, max(len(order), 1))
             if self.num_blocks > len(order):
                 yield self.renamed(names, self.num_blocks)
-        pools = {max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 4}
+        last = max(self.owned, default=0)
+        pools = {last + 1, max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 4}
         yield from self.far_again(self)
         for num_blocks in sorted(pools):
-            if max(ids, default=0) < num_blocks < self.num_blocks:
+            if last < num_blocks < self.num_blocks:
                 yield replace(self, num_blocks=num_blocks)
 
     def far_again(self, reduced: Self) -> Iterator[Self]:
