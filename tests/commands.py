@@ -75,6 +75,8 @@ class Done:
 def environ(**more: str) -> dict[str, str]:
     """The environment of a command: the pytest of this Python, and nothing that the outer pytest tells its children."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    if "PYTHONPATH" in os.environ:  # where nothing can be installed, the packages may lie there
+        more["PYTHONPATH"] = ":".join(filter(None, (more.get("PYTHONPATH"), os.environ["PYTHONPATH"])))
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     ours = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     # The same on every machine: on the CPU, with Triton interpreted.

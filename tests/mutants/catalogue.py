@@ -234,6 +234,14 @@ DECODES = (
         lambda case: case.context_lens == (0,) and case.num_heads == case.head_dim == 1,
     ),
     Mutant(
+        "rescale_lost",
+        "triton_paged_decode_attention",
+        (("acc * rescale[:, None], input_precision", "acc, input_precision"),),
+        "wrong only from the second step of the online softmax on",
+        "I4",
+        lambda case: len(case.sequences) == 1 and case.context_lens[0] <= 80,  # the kernel takes 64 keys a step
+    ),
+    Mutant(
         "block_id_breaks_ties",
         "torch_paged_decode_attention",
         (
