@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.errors import InvalidArgument
 
 import pagefuzz
+from pagefuzz.kernels.operations import OPERATIONS
 
 # One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
 settings.register_profile("quick", max_examples=6000, deadline=None)
@@ -29,7 +30,10 @@ REPLAYED = "pagefuzz_replayed"
 UNJUDGED = "pagefuzz_not_judged"
 STATISTICS = "pagefuzz_statistics"
 FUZZ = Path(__file__).resolve().parent
-OPERATION_OF = {f"test_{name}": name for name in ("slot_mapping", "reshape_and_cache", "paged_decode_attention")}
+OPERATION_OF = {f"test_{name}": name for name in OPERATIONS}
+
+# The workers share the cores already. Before numpy is imported, which reads it once.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
