@@ -243,6 +243,7 @@ class Session:
         try:
             path, known = saving.save(folder, name, kind, verdict.named, case, found_as, verdict.violation, self.device)
             known = known and path.stat().st_mtime >= self.started
+            os.utime(path)  # shown in this run, so the next shard with this case need not show it again
         except OSError as error:
             warnings.warn(f"{saving.FAILURES}: the failure could not be saved: {error.strerror}", stacklevel=2)
             return "", False

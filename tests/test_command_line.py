@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -299,7 +300,7 @@ def test_a_failure_says_what_a_person_needs(bad: tuple[Path, Done]) -> None:
     assert done.command("found as").startswith("slot_mapping(block_size=")
     assert done.command("shrunk to").startswith("slot_mapping(block_size=1, num_blocks=1, ")
     assert len(done.command("found as")) > len(done.command("shrunk to"))
-    assert done.command("again").startswith("pytest ../")
+    assert shlex.split(done.command("again"))[:2] == ["pytest", f"{os.path.relpath(TREE / 'fuzz', folder)}/"]
     saved = [str(path.relative_to(folder)) for path in failures(folder)]
     assert len(saved) == 1 and f"--replay {saved[0]} " in done.command("again")
     report = done.text[done.text.index("I4 violated") : done.text.index("==== pagefuzz ====")]
@@ -319,7 +320,7 @@ def test_the_printed_command_shows_the_failure_again(label: str, bad: tuple[Path
 def test_the_command_names_a_pytest_that_is_not_on_the_path(tmp_path: Path) -> None:
     write(tmp_path, "bad.py", BAD)
     done = pytest_in(tmp_path, "--adapter", "bad.py", "--hypothesis-profile", "tiny", PATH="/bin")
-    assert done.command("again").startswith(f"{sys.executable} -m pytest ../")
+    assert shlex.split(done.command("again"))[:3] == [sys.executable, "-m", "pytest"]
     assert shell_in(tmp_path, done.command("again"), PATH="/bin").line("still fails: I4 violated")
 
 
