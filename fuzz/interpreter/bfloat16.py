@@ -37,57 +37,6 @@ _installed = False
 _UINT16 = np.dtype(np.uint16)
 
 
-def install() -> None:
-    """Patch `triton.runtime.interpreter` of this process; later calls do nothing.
-
-    On a triton whose interpreter lacks the private names that this needs, it warns once (RuntimeWarning) and leaves
-    the interpreter as it is.
-    """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    import triton
-    import triton.language as tl
-    import triton.runtime.interpreter as interpreter
-
-    try:
-        patches = [*_faster(interpreter, tl), *_bfloat16(interpreter, tl)]
-    except AttributeError as missing:
-        warnings.warn(
-            f"pagefuzz does not know the interpreter of triton {triton.__version__} ({missing}): interpreted kernels "
-            "run slower, and arithmetic on bfloat16 tensors is wrong. Use triton 3.6 to 3.9, or update pagefuzz.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    for owner, name, value in patches:
-        setattr(owner, name, value)
-
-
-def _faster(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
-    stock_patch_lang = interpreter._patch_lang
-    seen: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-    class Kept:
-        def restore(self) -> None:
-            """Called by stock at the end of a launch; the patches stay."""
-
-    def patch_lang(fn: Callable[..., Any]) -> Kept:
-        # Per function, not per process: its globals may hold tl, tl.core or both, and tl may have new members by now.
-        if fn not in seen:
-            stock_patch_lang(fn)
-            tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-            seen.add(fn)
-        return Kept()
-
-    patches: list[tuple[Any, str, Any]] = [(interpreter, "_patch_lang", patch_lang)]
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # the verdict is thrown away unless `debug` is set
-        patches.append((builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)))
-    return patches
-
-
 def _widen(bits: np.ndarray) -> np.ndarray:
     """float32 values of bfloat16 `bits` (uint16)."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -109,7 +58,7 @@ def _round(values: np.ndarray, truncate: bool = False) -> np.ndarray:
     return np.where(np.isnan(single), high | 0x40, rounded).astype(np.uint16)
 
 
-def _bfloat16(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
+def corrections(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
     Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     primitives, ir = interpreter._interpreter, interpreter._ir
 
