@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 
 from pagefuzz.fuzz.interpreter.bfloat16 import corrections
-from pagefuzz.fuzz.interpreter.launch import corrected_patching, patching_once
+from pagefuzz.fuzz.interpreter.handles import handles
+from pagefuzz.fuzz.interpreter.launch import launching, patching
+from pagefuzz.fuzz.interpreter.memo import memoising
 
 SWITCH = "PAGEFUZZ_STOCK_INTERPRETER"
 _KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -29,7 +32,14 @@ def install() -> None:
 
     fast = os.environ.get(SWITCH, "") in ("", "0")
     try:
-        patches = [*(patching_once if fast else corrected_patching)(interpreter, tl), *corrections(interpreter, tl)]
+        patches = corrections(interpreter, tl)
+        if fast:
+            patches += [*memoising(interpreter, tl), *launching(interpreter, tl), *handles(interpreter)]
+            builder = interpreter.interpreter_builder
+            if not builder.options.debug:  # else the verdict of this check is thrown away
+                patches.append((builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)))
+        else:
+            patches += patching(interpreter, tl)
     except AttributeError as missing:
         warnings.warn(
             f"pagefuzz does not know the interpreter of triton {triton.__version__} ({missing}): interpreted kernels "

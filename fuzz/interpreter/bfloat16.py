@@ -63,7 +63,7 @@ def corrections(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
     primitives, ir = interpreter._interpreter, interpreter._ir
 
     def is_bfloat16(handle: Any) -> bool:
-        return handle.data.dtype == _UINT16 and handle.dtype.scalar.name == "bf16"
+        return handle.data.dtype.char == "H" and handle.dtype.scalar.name == "bf16"
 
     def to_float32(handle: Any) -> Any:
         return Handle(_widen(handle.data), tl.float32) if is_bfloat16(handle) else handle
@@ -84,7 +84,7 @@ def corrections(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
         if is_bfloat16(lhs):
             return to_bfloat16(stock_binary(self, to_float32(lhs), to_float32(rhs), op))
         result = stock_binary(self, lhs, rhs, op)
-        if result.data.dtype == np.bool_:
+        if result.data.dtype.char == "?":
             result.dtype = tl.int1
         return result
 

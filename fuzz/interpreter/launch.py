@@ -1,15 +1,36 @@
-"""Patches `triton.language` once for each function, where stock does so at every launch and every nested call."""
+"""What a launch costs beside its kernel: patching, looking at signatures, moving tensors, converting arguments.
+
+Stock's own code does all of it still. It is only asked once where it gives the same answer every time, and left out where
+it has no effect.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from pagefuzz.fuzz.interpreter.memo import Memo
+import torch
 
 Patches = list[tuple[Any, str, Any]]
+
+
+def index(tensor: Any) -> int:
+    """tl.tensor.__index__: `range(value loaded in the kernel)` works under numpy 2.4 (stock 3.6.0 raises)."""
+    return int(tensor.handle.data.squeeze())
+
+
+def patching(interpreter: Any, tl: Any) -> Patches:
+    """Stock's patching of triton.language at every launch and nested call, with `index`."""
+    stock_patch_lang = interpreter._patch_lang
+
+    def patch_lang(fn: Callable[..., Any]) -> Any:
+        scope = stock_patch_lang(fn)
+        tl.tensor.__index__ = index
+        return scope
+
+    return [(interpreter, "_patch_lang", patch_lang)]
 
 
 class _Kept:
@@ -17,104 +38,86 @@ class _Kept:
         """Called by stock at the end of a launch; the patches stay."""
 
 
-def corrected_patching(interpreter: Any, tl: Any) -> Patches:
-    """`range(value loaded in the kernel)` works under numpy 2.4 (stock 3.6.0 raises); else stock's patching."""
+def patching_once(interpreter: Any, patched: Callable[[], None]) -> Patches:
+    """Patch for each function once. patched: called after that."""
     stock_patch_lang = interpreter._patch_lang
-
-    def patch_lang(fn: Callable[..., Any]) -> Any:
-        scope = stock_patch_lang(fn)
-        tl.tensor.__index__ = _index
-        return scope
-
-    return [(interpreter, "_patch_lang", patch_lang)]
-
-
-def _index(tensor: Any) -> int:
-    return int(tensor.handle.data.squeeze())
-
-
-def patching_once(interpreter: Any, tl: Any) -> Patches:
-    """Patch for each function once, and with memoised builtins."""
-    memo = Memo(interpreter, tl)
-    stock_patch_lang, stock_call = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
-    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     seen: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-    knobs = interpreter.triton.knobs
 
     def patch_lang(fn: Callable[..., Any]) -> _Kept:
         # Per function, not per process: its globals may hold tl, tl.core or both, and tl may have new members by now.
         if fn not in seen:
             stock_patch_lang(fn)
-            stock_bool = tl.tensor.__bool__
-
-            def truth(tensor: Any) -> bool:
-                # Stock calls every tensor true that has not exactly one element, and that the type says.
-                real = getattr(tensor.handle, "real", None) if type(tensor.handle) is memo.Register else None
-                if real is not None and real.data.size == tensor.numel.value != 1:
-                    return True
-                return stock_bool(tensor)
-
-            tl.tensor.__index__, tl.tensor.__bool__ = _index, truth
-            for name in ("reduce", "associative_scan"):
-                for module in (tl, tl.core):
-                    setattr(module, name, memo.reducing(getattr(module, name)))
+            patched()
             seen.add(fn)
         return _Kept()
 
-    def patch_attr(obj: Any, name: str, member: Callable[..., Any], _: Any, scope: Any) -> None:
-        def stock(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return member(*args, **kwargs)
+    return [(interpreter, "_patch_lang", patch_lang)]
 
-        also = (lambda: knobs.language.fp32_default) if name == "dot" else None
-        scope.set_attr(obj, name, memo.memoised(stock, also))
 
-    stock_valid, stock_np_dtype = interpreter._validate_np_data_size, interpreter._get_np_dtype
-    Handle = interpreter.TensorHandle
-    check = Handle.__post_init__
+class _Inspect:
+    """The module `inspect`, for triton.runtime.interpreter, which looks at the signature of a kernel at every launch."""
 
-    def valid(array: Any, dtype: Any) -> bool:
-        known = dtype.__dict__.get("_pagefuzz_sizes")
+    def __init__(self) -> None:
+        self._specs: weakref.WeakKeyDictionary[Any, inspect.FullArgSpec] = weakref.WeakKeyDictionary()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    def getfullargspec(self, fn: Any) -> inspect.FullArgSpec:
+        spec = self._specs.get(fn)
+        if spec is None:
+            spec = self._specs[fn] = inspect.getfullargspec(fn)
+        return spec
+
+    def getcallargs(self, fn: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        spec = self.getfullargspec(fn)
+        if len(args) + len(kwargs) == len(spec.args) and not (spec.varargs or spec.varkw or spec.kwonlyargs):
+            named = dict(zip(spec.args, args, strict=False)) | kwargs
+            if named.keys() == set(spec.args):  # each parameter once
+                return named
+        return inspect.getcallargs(fn, *args, **kwargs)  # defaults, and mistakes
+
+
+def launching(interpreter: Any, tl: Any) -> Patches:
+    """Cheaper launches of kernels whose tensors are ordinary ones on the CPU."""
+    Executor = interpreter.GridExecutor
+    stock_init, stock_restore, stock_str_to_ty = Executor._init_args_hst, Executor._restore_args_dev, tl.str_to_ty
+    types: dict[str, Any] = {}
+
+    def on_host(arg: Any) -> bool:
+        if isinstance(arg, torch.Tensor):
+            return type(arg) is torch.Tensor and arg.is_cpu and arg.layout is torch.strided
+        return not hasattr(arg, "data_ptr") and not isinstance(arg, (tuple, interpreter.TensorDescriptor))
+
+    def init_args_hst(executor: Any, args: Any, kwargs: Any) -> Any:
+        # Stock makes a second tensor object over the memory of each. They are kept apart where one is given twice.
+        with torch._C.DisableTorchFunction():
+            given = [*args, *kwargs.values()]
+            tensors = [id(arg) for arg in given if isinstance(arg, torch.Tensor)]
+            executor.in_place = all(on_host(arg) for arg in given) and len(set(tensors)) == len(tensors)
+        return (list(args), dict(kwargs)) if executor.in_place else stock_init(executor, args, kwargs)
+
+    def restore_args_dev(executor: Any, args: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+        if not executor.in_place:
+            stock_restore(executor, args, args_hst, kwargs, kwargs_hst)
+
+    def str_to_ty(name: Any, constexpr: Any) -> Any:
+        if constexpr is not None or type(name) is not str:
+            return stock_str_to_ty(name, constexpr)
+        known = types.get(name)
         if known is None:
-            known = dtype._pagefuzz_sizes = {}
-        size = array.itemsize
-        answer = known.get(size)
-        if answer is None:
-            answer = known[size] = stock_valid(array, dtype)
-        return answer
+            known = stock_str_to_ty(name, constexpr)
+            if type(known) in (tl.dtype, tl.pointer_type):
+                types[name] = known
+        if type(known) is not tl.pointer_type:
+            return known
+        pointer = object.__new__(tl.pointer_type)  # an object for each argument, as in stock
+        vars(pointer).update(vars(known))
+        return pointer
 
-    def np_dtype(dtype: Any) -> Any:
-        known = dtype.__dict__.get("_pagefuzz_numpy")
-        if known is None:
-            known = dtype._pagefuzz_numpy = stock_np_dtype(dtype)
-        return known
-
-    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        self.data = data
-        self.dtype = dtype
-        self.attr = {} if attr is None else attr
-        sizes = dtype.__dict__.get("_pagefuzz_sizes")
-        if sizes is None or not sizes.get(data.itemsize):
-            check(self)
-
-    library: dict[Any, Callable[..., Any]] = {}
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.fn.__module__.startswith("triton.language."):
-            return stock_call(self, *args, **kwargs)
-        memoised = library.get(self.fn)
-        if memoised is None:
-            memoised = library[self.fn] = memo.memoised(lambda *args, **kwargs: stock_call(self, *args, **kwargs))
-        return memoised(*args, **kwargs)
-
-    patches: Patches = [
-        (interpreter, "_patch_lang", patch_lang),
-        (interpreter, "_patch_attr", patch_attr),
-        (interpreter.InterpretedFunction, "__call__", call),
-        (semantic, "to_tensor", memo.memoised(semantic.to_tensor)),  # every assignment in a kernel
+    return [
+        (interpreter, "inspect", _Inspect()),
+        (Executor, "_init_args_hst", init_args_hst),
+        (Executor, "_restore_args_dev", restore_args_dev),
+        (tl, "str_to_ty", str_to_ty),
     ]
-    patches += [(interpreter, "_validate_np_data_size", valid), (interpreter, "_get_np_dtype", np_dtype)]
-    patches += [(Handle, "__init__", init)]
-    if not builder.options.debug:  # the verdict is thrown away unless `debug` is set
-        patches.append((builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)))
-    return patches

@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from pagefuzz.fuzz.interpreter.launch import index, patching_once
+
 # Bounds of what is kept. When one is reached all plans go, and the ones in use come back at a millisecond each.
 MAX_PLANS = 20_000
 MAX_CONSTANT_BYTES = 64 << 20
@@ -109,7 +111,7 @@ class Memo:
 
         return call
 
-    def reducing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """tl.reduce or tl.associative_scan; a step of its own in a recording."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,6 +119,17 @@ class Memo:
             return stock(*args, **kwargs) if recording is self.builder else recording.reduced(stock, args, kwargs)
 
         return call
+
+    def truth(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """tl.tensor.__bool__: a tensor that has not exactly one element is true, whatever the data."""
+
+        def truth(tensor: Any) -> Any:
+            handle = tensor.handle
+            if type(handle) is self.Register and handle.real.data.size == tensor.numel.value != 1:
+                return True
+            return stock(tensor)
+
+        return truth
 
     def _record(self, table: Any, key: Any, stock: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         recording = _Recording(self, tensors)
@@ -236,6 +249,42 @@ class Memo:
         tensor.__dict__.update(fields)
         tensor.handle = handle
         return tensor
+
+
+def memoising(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
+    """What to patch so that builtins and the jit functions of triton.language are memoised."""
+    memo = Memo(interpreter, tl)
+    semantic, Function = interpreter.interpreter_semantic, interpreter.InterpretedFunction
+    stock_call, knobs = Function.__call__, interpreter.triton.knobs
+    functions: dict[Any, Callable[..., Any]] = {}
+
+    def patch_attr(obj: Any, name: str, member: Callable[..., Any], _: Any, scope: Any) -> None:
+        def stock(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        also = (lambda: knobs.language.fp32_default) if name == "dot" else None
+        scope.set_attr(obj, name, memo.memoised(stock, also))
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.fn.__module__ or "").startswith("triton.language."):
+            return stock_call(self, *args, **kwargs)
+        memoised = functions.get(self.fn)
+        if memoised is None:
+            memoised = functions[self.fn] = memo.memoised(lambda *args, **kwargs: stock_call(self, *args, **kwargs))
+        return memoised(*args, **kwargs)
+
+    def patched() -> None:
+        tl.tensor.__index__, tl.tensor.__bool__ = index, memo.truth(tl.tensor.__bool__)
+        for module in (tl, tl.core):
+            module.reduce, module.associative_scan = memo.step(module.reduce), memo.step(module.associative_scan)
+
+    return [
+        *patching_once(interpreter, patched),
+        (interpreter, "_patch_attr", patch_attr),
+        (Function, "__call__", call),
+        (semantic, "to_tensor", memo.memoised(semantic.to_tensor)),  # every assignment in a kernel
+    ]
 
 
 def _register_type(Handle: Any) -> Any:
