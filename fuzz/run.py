@@ -111,7 +111,7 @@ def _raised(error: BaseException) -> Raised:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and Path(frame.filename).parent != here
+        if "site-packages" not in frame.filename and here not in Path(frame.filename).parents
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     message = " ".join(str(error).split())

@@ -24,10 +24,7 @@ What remains different from hardware for bfloat16:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 

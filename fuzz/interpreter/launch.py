@@ -1,7 +1,7 @@
 """What a launch costs beside its kernel: patching, looking at signatures, moving tensors, converting arguments.
 
-Stock's own code does all of it still. It is only asked once where it gives the same answer every time, and left out where
-it has no effect.
+Stock's own code does it still. It is asked once where it gives the same answer every time, and left out where it has
+no effect.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def patching_once(interpreter: Any, patched: Callable[[], None]) -> Patches:
 
 
 class _Inspect:
-    """The module `inspect`, for triton.runtime.interpreter, which looks at the signature of a kernel at every launch."""
+    """The module `inspect` for triton.runtime.interpreter, which looks at a kernel's signature at every launch."""
 
     def __init__(self) -> None:
         self._specs: weakref.WeakKeyDictionary[Any, inspect.FullArgSpec] = weakref.WeakKeyDictionary()

@@ -3,54 +3,29 @@
 Interpreted, nearly all the time of a kernel goes into working out what `x + y` means: types, broadcasts, conversions,
 constants. That depends on the types of the operands and on the values of Python arguments, not on data, and ends in a
 few calls of the builder, which do the work in numpy. So the first call of a builtin, or of a jit function of
-`triton.language` itself, runs as always while a `_Recording` stands in for the builder and notes its calls. They become a
-plan, which later calls with an equal key replay on the real builder. Nothing of Triton is written again here.
+`triton.language` itself, runs as always while a `Recording` stands in for the builder and notes its calls. They become
+a plan, which later calls with an equal key replay on the real builder. Nothing of Triton is written again here.
 
 The key has all that a call can see of its arguments except data: types and shapes of tensors, which operands are one
-object, and Python values with their Python types (-0.0 and the bits of a NaN too). Arguments of any other kind run as in
-stock. So does every call in which something other than the builder looked at data (`bool`, `int`): a tensor under
-recording holds a `_Register`, which notices.
-
-What only makes or moves constants (`_FOLDABLE`) is computed once. All else is replayed in order, loads, stores, atomics,
-program ids, assertions and prints above all. Kernels and jit functions of users are not memoised, only what they call.
+object, and Python values with their Python types (-0.0 and the bits of a NaN too). Arguments of any other kind run as
+in stock. So does every call in which something other than the builder looked at data, as `bool` and `int` do. Kernels and
+jit functions of users are not memoised, only what they call.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
-import numpy as np
-
 from pagefuzz.fuzz.interpreter.launch import index, patching_once
+from pagefuzz.fuzz.interpreter.recording import Recording, plan_of, register_type
 
 # Bounds of what is kept. When one is reached all plans go, and the ones in use come back at a millisecond each.
-MAX_PLANS = 20_000
+MAX_PLANS = 10_000
 MAX_CONSTANT_BYTES = 64 << 20
-MAX_BYTES_OF_A_CONSTANT = 64 << 10
-
-# Calls of the builder that make a constant or move one. Arithmetic is not folded: there is nothing to gain.
-_FOLDABLE = re.compile(
-    r"get_(int|uint|fp)\d+|get_bf16|get_(null|all_ones)_value"
-    r"|create_(make_range|splat|unsplat|broadcast|expand_dims|reshape|trans|bitcast)"
-    r"|create_(int_cast|si_to_fp|ui_to_fp|fp_to_si|fp_to_ui|fp_ext|fp_trunc|fp_to_fp)"
-)
-# Calls of the builder after which a call of the language may be run once more: they only compute. A plan of these that
-# raises is left to stock, so that it raises in stock's words.
-_REPEATABLE = re.compile(
-    r"create_(get_program_id|get_num_programs|select|addptr|dot|cat|join|split|gather|histogram|int_to_ptr|ptr_to_int)"
-    r"|create_([fisu]?(add|sub|mul|div|rem|neg|abs)|min\w+|max\w+|[if]cmp\w+|and|or|xor|shl|lshr|ashr|umulhi|fma|clampf)"
-    r"|create_(exp2?|log2?|sin|cos|erf|r?sqrt|floor|ceil|precise_\w+|approx_divf|dot_scaled)|get_cache_policy|"
-    + _FOLDABLE.pattern
-)
-# What the semantic layer asks of the builder that is no operation.
-_TYPE_OR_OPTION = re.compile(r"get_\w+_ty|options|codegen_fns|arch")
-# Up to triton 3.7 this changes its operands' arrays: a constant that it may change is made anew every time.
-_CHANGES_OPERANDS = "create_ashr"
 
 _NUMBER = "_pagefuzz_number"  # attribute of Triton's types: equal numbers, equal types
 _POINTER_TENSORS = "_pagefuzz_tensors"  # attribute of pointer types: tensors of that type by shape
@@ -72,7 +47,7 @@ class Memo:
         self.Constexpr, self.Dtype = tl.constexpr, tl.dtype
         self.Pointer, self.Block = tl.pointer_type, tl.block_type
         self.enums = {type(member) for member in (tl.PropagateNan.ALL, tl.PropagateNan.NONE)}
-        self.Register = _register_type(self.Handle)
+        self.Register = register_type(self.Handle)
         self.numbers: dict[Any, int] = {}
         self.next_number = 0
         self.tables: list[dict[Any, Any]] = []
@@ -132,24 +107,23 @@ class Memo:
         return truth
 
     def _record(self, table: Any, key: Any, stock: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        recording = _Recording(self, tensors)
+        recording = Recording(self, tensors)
         self.semantic.builder = recording
         try:
             result = stock(*recording.watched(args), **{name: recording.watched(arg) for name, arg in kwargs.items()})
         except Exception:
-            if recording.effects:
+            if recording.effects:  # it must not be done twice
                 raise
-            recording = None
+        else:
+            plan = plan_of(recording, result)
+            if self.plans >= MAX_PLANS or self.constant_bytes >= MAX_CONSTANT_BYTES:
+                self.forget()
+            self.plans += 1
+            table[key] = plan or stock
+            return recording.unwatched(result)
         finally:
             self.semantic.builder = self.builder
-        if recording is None:
-            return stock(*args, **kwargs)
-        plan = recording.plan(result)
-        if self.plans >= MAX_PLANS or self.constant_bytes >= MAX_CONSTANT_BYTES:
-            self.forget()
-        self.plans += 1
-        table[key] = stock if plan is None else plan
-        return recording.unwatched(result)
+        return stock(*args, **kwargs)  # raises with the arguments as they were given
 
     def code_of(self, source: str) -> CodeType:
         """Plans differ in their constants more than in their code: each source is compiled once."""
@@ -285,265 +259,3 @@ def memoising(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
         (Function, "__call__", call),
         (semantic, "to_tensor", memo.memoised(semantic.to_tensor)),  # every assignment in a kernel
     ]
-
-
-def _register_type(Handle: Any) -> Any:
-    class Register(Handle):  # type: ignore[misc]
-        """Stands for a handle while a call is recorded, and notices when something else than the builder looks at it.
-
-        constant: it is the same at every replay, so that whoever looks at it always sees the same.
-        """
-
-        def __init__(self, recording: _Recording, real: Any, index: int, constant: bool) -> None:
-            vars(self).update(recording=recording, real=real, index=index, constant=constant)
-
-        def __getattribute__(self, name: str) -> Any:
-            own = object.__getattribute__(self, "__dict__")
-            if name in own:
-                return own[name]
-            if name.startswith("__"):
-                return object.__getattribute__(self, name)
-            if not own["constant"]:
-                own["recording"].pure = False
-            return getattr(own["real"], name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            self.recording.pure = False
-            setattr(self.real, name, value)
-
-    return Register
-
-
-class _Recording:
-    """Stands in for the builder during one call: does what is asked, and notes it."""
-
-    def __init__(self, memo: Memo, tensors: list[Any]) -> None:
-        self.memo, self.pure, self.effects = memo, True, False
-        # A step: what to call (a method's name or a function), args, kwargs, result, whether it may be folded.
-        self.steps: list[tuple[Any, Any, Any, Any, bool]] = []
-        self.registers: list[Any] = []
-        self.inputs: dict[int, Any] = {}  # registers of the handles of the arguments, by id of the handle
-        self.copies: dict[int, Any] = {}  # watched copies of the arguments, by id of the argument
-        self.originals: dict[int, Any] = {}  # the arguments, by id of their watched copy
-        self.tensors = tensors
-        for tensor in tensors:
-            if id(tensor.handle) not in self.inputs:
-                self.inputs[id(tensor.handle)] = self._register(tensor.handle, False)
-            if id(tensor) not in self.copies:
-                copy = memo.tensor_of(vars(tensor), self.inputs[id(tensor.handle)])
-                self.copies[id(tensor)], self.originals[id(copy)] = copy, tensor
-
-    def _register(self, handle: Any, constant: bool) -> Any:
-        register = self.memo.Register(self, handle, len(self.registers), constant)
-        self.registers.append(register)
-        return register
-
-    def watched(self, value: Any) -> Any:
-        """`value` with every tensor replaced by a copy that is watched."""
-        kind = type(value)
-        if kind is self.memo.Tensor:
-            return self.copies[id(value)]
-        if kind is self.memo.Constexpr and type(value.value) in (self.memo.Tensor, list, tuple):
-            return self.memo.Constexpr(self.watched(value.value))
-        return kind([self.watched(item) for item in value]) if kind in (list, tuple) else value
-
-    def unwatched(self, value: Any) -> Any:
-        """The reverse. A register that is left in anything else works as what it stands for."""
-        if type(value) is self.memo.Tensor:
-            if id(value) in self.originals:
-                return self.originals[id(value)]
-            if type(value.handle) is self.memo.Register:
-                value.handle = value.handle.real
-        return tuple([self.unwatched(item) for item in value]) if type(value) is tuple else value
-
-    def __getattr__(self, name: str) -> Any:
-        member = getattr(self.memo.builder, name)
-        if _TYPE_OR_OPTION.fullmatch(name):
-            return member
-        if not callable(member):
-            self.pure = False
-            return member
-        return lambda *args, **kwargs: self._call(name, member, args, kwargs)
-
-    def _call(self, name: str, member: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        real_args = [self._real(arg) for arg in args]
-        real_kwargs = {key: self._real(arg) for key, arg in kwargs.items()}
-        foldable = False
-        if not _REPEATABLE.fullmatch(name):
-            self.effects = True
-        elif _FOLDABLE.fullmatch(name) and all(register.constant for register in self.registers_in((args, kwargs))):
-            try:
-                with np.errstate(all="raise"):
-                    result = member(*real_args, **real_kwargs)
-                foldable = type(result) is self.memo.Handle and result.data.nbytes <= MAX_BYTES_OF_A_CONSTANT
-            except FloatingPointError:  # what warns or raises goes on doing so
-                pass
-        if not foldable:
-            result = member(*real_args, **real_kwargs)
-        outcome = self._outcome(result, foldable)
-        self.steps.append((name, args, kwargs, outcome, foldable))
-        return outcome
-
-    def reduced(self, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """tl.reduce and tl.associative_scan: they take and give tensors and work on data, below the semantic layer."""
-        self.memo.semantic.builder = self.memo.builder
-        try:
-            result = stock(*[self._real(arg) for arg in args], **{key: self._real(arg) for key, arg in kwargs.items()})
-        finally:
-            self.memo.semantic.builder = self
-        several = type(result) is tuple
-        results = result if several else (result,)
-        outcome = tuple([self._outcome(item.handle, False) for item in results])
-        self.steps.append((stock, args, kwargs, outcome if several else outcome[0], False))
-        watched = tuple([self.memo.tensor_of(vars(a), b) for a, b in zip(results, outcome, strict=True)])
-        return watched if several else watched[0]
-
-    def _real(self, value: Any) -> Any:
-        """`value` with every register replaced by the handle that it stands for."""
-        kind = type(value)
-        if kind is self.memo.Register:
-            return value.real
-        if kind is self.memo.Tensor:
-            return self.memo.tensor_of(vars(value), self._real(value.handle))
-        return kind([self._real(item) for item in value]) if kind in (list, tuple) else value
-
-    def registers_in(self, value: Any) -> Iterable[Any]:
-        if type(value) is self.memo.Register:
-            yield value
-        elif type(value) is self.memo.Tensor:
-            yield from self.registers_in(value.handle)
-        elif type(value) in (list, tuple, dict):
-            for item in value.values() if type(value) is dict else value:
-                yield from self.registers_in(item)
-
-    def _outcome(self, result: Any, constant: bool) -> Any:
-        if type(result) is self.memo.Handle:
-            return self.inputs[id(result)] if id(result) in self.inputs else self._register(result, constant)
-        if type(result) is tuple:
-            return tuple([self._outcome(item, False) for item in result])
-        if result is not None:
-            self.pure = False
-        return result
-
-    def plan(self, result: Any) -> Any:
-        """The function (builder, tensors) -> result that replays this recording; None if there can be none."""
-        return _Plan(self).function(result) if self.pure else None
-
-
-class _Plan:
-    """Writes the function that replays a recording."""
-
-    def __init__(self, recording: _Recording) -> None:
-        self.recording, self.memo = recording, recording.memo
-        self.names: dict[str, Any] = {}  # globals of the function
-        self.known = True  # whether a function can be written at all
-        self.constant: set[int] = set()  # registers, by index
-
-    def function(self, result: Any) -> Any:
-        """The function (builder, tensors) -> result; None if the result is of a kind that is not known."""
-        recording, indices = self.recording, self._indices
-        changed = [indices(args) for name, args, *_ in recording.steps if name == _CHANGES_OPERANDS]
-        for _, args, kwargs, outcome, foldable in recording.steps:
-            if foldable and indices((args, kwargs)) <= self.constant and not indices(outcome) & set().union(*changed):
-                self.constant |= indices(outcome)
-        needed, kept = indices(result), []
-        for step in reversed(recording.steps):
-            name, args, kwargs, outcome, _ = step
-            made = indices(outcome)
-            if not made <= self.constant if made else True:
-                if made & needed or not (isinstance(name, str) and _FOLDABLE.fullmatch(name)):
-                    needed |= indices((args, kwargs))
-                    kept.append(step)
-        lines = []
-        for place, tensor in enumerate(recording.tensors):
-            index = recording.inputs[id(tensor.handle)].index
-            if index in needed:
-                needed.remove(index)
-                lines.append(f"r{index} = tensors[{place}].handle")
-        lines += [self._step(*step) for step in reversed(kept)]
-        lines += self._return(result)
-        if not self.known:
-            return None
-        for index in self.constant & needed:
-            data = recording.registers[index].real.data
-            data.flags.writeable = False  # it is shared by all replays
-            self.memo.constant_bytes += data.nbytes
-        plan = FunctionType(self.memo.code_of("def plan(builder, tensors):\n " + "\n ".join(lines)), self.names)
-        plan.repeatable = not recording.effects
-        return plan
-
-    def _indices(self, value: Any) -> set[int]:
-        return {register.index for register in self.recording.registers_in(value)}
-
-    def _name(self, value: Any) -> str:
-        name = f"v{len(self.names)}"
-        self.names[name] = value
-        return name
-
-    def _step(self, name: Any, args: Any, kwargs: Any, outcome: Any, _: bool) -> str:
-        given = [self._expression(arg) for arg in args]
-        given += [f"{key}={self._expression(arg)}" for key, arg in kwargs.items()]
-        called = f"builder.{name}" if isinstance(name, str) else self._name(name)
-        call, handle = f"{called}({', '.join(given)})", "" if isinstance(name, str) else ".handle"
-        if type(outcome) is tuple:
-            registers = "".join(f"r{register.index}, " for register in outcome)
-            return f"{registers}= [result{handle} for result in {call}]"
-        return f"r{outcome.index} = {call}{handle}" if outcome is not None else call
-
-    def _expression(self, value: Any) -> str:
-        kind = type(value)
-        if kind is self.memo.Register:
-            return self._name(value.real) if value.index in self.constant else f"r{value.index}"
-        if kind is self.memo.Tensor:
-            return f"{self._name(self.memo.tensor_of)}({self._name(_fields(value))}, {self._expression(value.handle)})"
-        if kind in (list, tuple) and self._indices(value):
-            items = "".join(f"{self._expression(item)}, " for item in value)
-            return f"[{items}]" if kind is list else f"({items})"
-        self.known &= kind is not self.memo.Handle
-        return self._name(value)
-
-    def _return(self, result: Any) -> list[str]:
-        expression = self._result(result)
-        made = re.fullmatch(r"(v\d+)\((v\d+), (.*)\)", expression)
-        if made is None or self.names[made[1]] != self.memo.tensor_of:
-            return [f"return {expression}"]
-        self.names |= {"new": object.__new__, "Tensor": self.memo.Tensor}  # the commonest result, without a call
-        return [
-            "tensor = new(Tensor)",
-            f"tensor.__dict__.update({made[2]})",
-            f"tensor.handle = {made[3]}",
-            "return tensor",
-        ]
-
-    def _result(self, value: Any) -> str:
-        memo, kind = self.memo, type(value)
-        if kind is tuple:
-            return "(" + "".join(f"{self._result(item)}, " for item in value) + ")"
-        if kind is memo.Constexpr:
-            self.known &= type(value.value) in _PLAIN
-            return self._name(value)
-        if kind is not memo.Tensor:
-            self.known &= kind in _PLAIN or kind is memo.Dtype
-            return self._name(value)
-        original = self.recording.originals.get(id(value))
-        for place, tensor in enumerate(self.recording.tensors):
-            if tensor is original:
-                return f"tensors[{place}]"
-        if value.handle is None:
-            return f"{self._name(memo.tensor_of)}({self._name(_fields(value))}, None)"
-        handle = self._expression(value.handle)
-        if type(value.handle) is memo.Register and value.handle.index in self.constant:
-            handle = f"{self._name(memo.Handle)}({handle}.data, {handle}.dtype)"  # a handle can be changed: a new one
-        pointer = value.type.scalar
-        for place, tensor in enumerate(self.recording.tensors):
-            if pointer.is_ptr() and tensor.type.scalar is pointer:
-                fields, origin = self._name(_fields(value)), f"tensors[{place}].type.scalar"
-                return f"{self._name(memo.pointer_tensor)}({fields}, {handle}, {origin})"
-        return f"{self._name(memo.tensor_of)}({self._name(_fields(value))}, {handle})"
-
-
-_PLAIN = (type(None), bool, int, float, str)
-
-
-def _fields(tensor: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(tensor).items() if name != "handle"}
