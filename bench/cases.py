@@ -1,7 +1,7 @@
 """Cases a second, everything included: drawing, running, twins, oracles, judging; what the quick profile really draws.
 
-    python bench/cases.py [--cases N] [--kernel PATTERN] [--seed N]     # one process, one core
-    python bench/cases.py --workers                                     # what two xdist workers gain over one
+python bench/cases.py [--cases N] [--kernel PATTERN] [--seed N]     # one process, one core
+python bench/cases.py --workers                                     # what two xdist workers gain over one
 """
 
 from __future__ import annotations

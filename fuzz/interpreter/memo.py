@@ -8,8 +8,8 @@ a plan, which later calls with an equal key replay on the real builder. Nothing 
 
 The key has all that a call can see of its arguments except data: types and shapes of tensors, which operands are one
 object, and Python values with their Python types (-0.0 and the bits of a NaN too). Arguments of any other kind run as
-in stock. So does every call in which something other than the builder looked at data, as `bool` and `int` do. Kernels and
-jit functions of users are not memoised, only what they call.
+in stock. So does every call in which something other than the builder looked at data, as `bool` and `int` do. Kernels
+and jit functions of users are not memoised, only what they call.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ pagefuzz/fuzz/interpreter (bfloat16 and comparisons): what differs is only that 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import importlib.util
 import json
@@ -94,11 +95,12 @@ def _said(error: BaseException | None) -> str:
     return " <- ".join(said)
 
 
-def zoo() -> Iterator[Result]:
+def zoo(pattern: str) -> Iterator[Result]:
     here = _load("zoo", Path(__file__).with_name("zoo.py"))
     observer = _Observer()
     for name, kernel, grid, args, kwargs in here.launches():
-        yield name, observer.observe(kernel, grid, args, kwargs)
+        if fnmatch.fnmatch(name, pattern):
+            yield name, observer.observe(kernel, grid, args, kwargs)
 
 
 def randoms(first: int, kernels: int) -> Iterator[Result]:
@@ -131,7 +133,8 @@ def child(arguments: argparse.Namespace) -> None:
         FAULTS[arguments.fault]()
     install()
     with open(arguments.into, "w") as into:
-        for results in (zoo(), randoms(arguments.first, -(-arguments.launches // LAUNCHES_OF_A_KERNEL))):
+        kernels = -(-arguments.launches // LAUNCHES_OF_A_KERNEL)
+        for results in (zoo(arguments.zoo), randoms(arguments.first, kernels)):
             for result in results:
                 into.write(json.dumps(result) + "\n")
 
@@ -173,11 +176,10 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def start(mode: str, into: Path, launches: int, first: int, fault: str = "") -> subprocess.Popen[bytes]:
+def start(mode: str, into: Path, *options: str) -> subprocess.Popen[bytes]:
     """One of the two processes, "stock" or "fast"."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PAGEFUZZ_STOCK_INTERPRETER": "1" if mode == "stock" else ""}
-    command = [sys.executable, "-P", __file__, "--into", str(into), "--launches", str(launches), "--first", str(first)]
-    return subprocess.Popen([*command, *(["--fault", fault] if fault else [])], env=environment)
+    return subprocess.Popen([sys.executable, "-P", __file__, "--into", str(into), *options], env=environment)
 
 
 def read(path: Path) -> list[Result]:
@@ -200,6 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=20_000, help="of random kernels (default 20000)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first random kernel")
+    parser.add_argument("--zoo", default="*", metavar="PATTERN", help="hand-written launches, by name")
     parser.add_argument("--fault", choices=FAULTS, default="", help="plant a fault in the key, which must be found")
     parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -208,10 +211,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         paths = {mode: Path(folder) / mode for mode in ("stock", "fast")}
-        processes = [
-            start(mode, path, arguments.launches, arguments.first, arguments.fault if mode == "fast" else "")
-            for mode, path in paths.items()
-        ]
+        options = ["--launches", str(arguments.launches), "--first", str(arguments.first), "--zoo", arguments.zoo]
+        fault = ["--fault", arguments.fault] if arguments.fault else []
+        processes = [start("stock", paths["stock"], *options), start("fast", paths["fast"], *options, *fault)]
         failed = [process.wait() for process in processes]
         stock, fast = (read(path) if path.exists() else [] for path in paths.values())
     found = differences(stock, fast)

@@ -195,7 +195,7 @@ class _Writer:
                 f"tl.reshape(tl.join({x}, {self.name('tile')}), (2, B, C)).sum(0)",
                 f"tl.full((B, C), {self.random.choice(CONSTANTS)}, tl.{self.random.choice(DTYPES)})",
                 f"tl.rand({self.pick('a', 7)}, at)",
-                f"tl.associative_scan({x}, {self.pick(0, 1)}, {self.pick('larger', 'joined')}, {self.pick(True, False)})",
+                f"tl.associative_scan({x}, {self.pick(0, 1)}, {self.pick('larger', 'joined')}, F > 1)",
             )
         if kind == 13:
             return f"{self.pick('-', '-', '~', 'not ')}{self.name(shape)}"
