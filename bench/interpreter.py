@@ -156,9 +156,7 @@ def main() -> None:
             rounds[mode].append(json.loads(process.stdout.readline()))
     for process in children.values():
         process.communicate()
-    print(
-        f"triton {triton.__version__}, torch {torch.__version__}, python {sys.version.split()[0]}; B={B} H={H} KVH={KVH}"
-    )
+    print(f"triton {triton.__version__}, torch {torch.__version__}, python {sys.version.split()[0]}")
     print(f"{'milliseconds a launch':36}{'stock':>9}{'corrected':>11}{'fast':>9}{'stock / fast':>14}")
     for place, (name, _) in enumerate(launches()):
         stock, corrected, fast = (statistics.median(times[place] for times in rounds[mode]) for mode in MODES)

@@ -193,7 +193,10 @@ class Memo:
                 elif kind in sequences:
                     keys.append((kind, keys_of(arg, tensors)))
                 elif kind is slice:
+                    found = len(tensors)
                     keys.append((kind, keys_of((arg.start, arg.stop, arg.step), tensors)))
+                    if len(tensors) > found:
+                        raise _Unkeyed
                 elif kind in types and not arg.scalar.is_ptr():  # pointer types are objects of one launch
                     keys.append((kind, number_of(arg)))
                 else:

@@ -41,8 +41,8 @@ _REPEATABLE = _FOLDABLE | _names("""
     create_sqrt create_rsqrt create_floor create_ceil create_precise_sqrt create_precise_divf create_approx_divf
     create_icmpSLE create_icmpSLT create_icmpSGE create_icmpSGT create_icmpULE create_icmpULT create_icmpUGE
     create_icmpUGT create_icmpEQ create_icmpNE create_fcmpOLT create_fcmpOGT create_fcmpOLE create_fcmpOGE
-    create_fcmpOEQ create_fcmpONE create_fcmpULT create_fcmpUGT create_fcmpULE create_fcmpUGE create_fcmpUEQ create_fcmpUNE
-    get_cache_policy
+    create_fcmpOEQ create_fcmpONE create_fcmpULT create_fcmpUGT create_fcmpULE create_fcmpUGE create_fcmpUEQ
+    create_fcmpUNE get_cache_policy
 """)
 # What the semantic layer asks of the builder that is no operation.
 _TYPE_OR_OPTION = re.compile(r"get_\w+_ty|options|codegen_fns|arch")
