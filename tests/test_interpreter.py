@@ -1,4 +1,4 @@
-"""Tests of fuzz/interpreter.py: bfloat16 against torch and exact fractions, every other dtype against stock.
+"""Tests of fuzz/interpreter: bfloat16 against torch and exact fractions, every other dtype against stock.
 
 Stock cannot be had back once `install` has run, so this file is also a program that a fresh process runs:
 `python test_interpreter.py stock` or `installed` prints, as JSON, what that process saw.
@@ -7,8 +7,10 @@ Stock cannot be had back once `install` has run, so this file is also a program 
 # The parameters of kernels have no types that mypy knows.
 # mypy: disable-error-code="no-untyped-def"
 
+import gc
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -27,13 +29,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.overrides import TorchFunctionMode
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 BF16 = torch.bfloat16
-FACTS_ARE_OLD = (
-    "triton {} no longer {}: drop the correction from fuzz/interpreter.py and the fact from DESIGN section 7"
-)
+FACTS_ARE_OLD = "triton {} no longer {}: drop the correction from fuzz/interpreter and the fact from DESIGN section 7"
 
 if type(tl.sum).__name__ != "InterpretedFunction":
     pytest.skip("this process compiles kernels; set TRITON_INTERPRET=1 before it starts", allow_module_level=True)
@@ -352,6 +353,16 @@ def unknown_triton() -> dict[str, Any]:
 
     from pagefuzz.fuzz.interpreter import install
 
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        triton.__version__, version = "99.0.0", triton.__version__
+        install()
+        triton.__version__ = version
+    newer = {"warnings": [str(warning.message) for warning in caught], "sum": facts()["bfloat16 sum"]}
+    newer["memoised"] = "memo" in tl.sum.__class__.__call__.__module__
+    import pagefuzz.fuzz.interpreter as room
+
+    room._installed = False
     del interpreter.InterpreterBuilder.binary_op
     before = (interpreter._patch_lang, interpreter.InterpreterBuilder.cast_impl, interpreter.ReduceOps.apply_impl)
     with warnings.catch_warnings(record=True) as caught:
@@ -359,7 +370,7 @@ def unknown_triton() -> dict[str, Any]:
         install()
         install()
     after = (interpreter._patch_lang, interpreter.InterpreterBuilder.cast_impl, interpreter.ReduceOps.apply_impl)
-    return {"warnings": [str(warning.message) for warning in caught], "stock": before == after}
+    return {"warnings": [str(warning.message) for warning in caught], "stock": before == after, "newer": newer}
 
 
 def program(mode: str) -> None:
@@ -369,11 +380,12 @@ def program(mode: str) -> None:
     sys.modules["pagefuzz"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     warnings.simplefilter("ignore")
-    if mode == "installed":
+    if mode != "stock":
         from pagefuzz.fuzz.interpreter import install
 
         install()
     seen: dict[str, Any] = {"digests": digests(), "facts": facts()}
+    seen["memoised"] = "memo" in tl.sum.__class__.__call__.__module__
     if mode == "stock":
         seen["unknown"] = unknown_triton()
     print(json.dumps(seen))
@@ -386,9 +398,14 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def processes() -> dict[str, Any]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+    switches = {"stock": "", "installed": "", "switched off": "1"}
     running = {
-        mode: subprocess.Popen([sys.executable, __file__, mode], stdout=subprocess.PIPE, env=environment)
-        for mode in ("stock", "installed")
+        mode: subprocess.Popen(
+            [sys.executable, __file__, mode],
+            stdout=subprocess.PIPE,
+            env=environment | {"PAGEFUZZ_STOCK_INTERPRETER": switch},
+        )
+        for mode, switch in switches.items()
     }
     seen = {mode: process.communicate(timeout=120)[0] for mode, process in running.items()}
     return {mode: json.loads(text) for mode, text in seen.items()}
@@ -442,6 +459,19 @@ def test_unknown_triton_warns_once_and_stays_stock(processes: dict[str, Any]) ->
     seen = processes["stock"]["unknown"]
     assert seen["stock"]
     assert len(seen["warnings"]) == 1 and "binary_op" in seen["warnings"][0] and "3.6 to 3.9" in seen["warnings"][0]
+
+
+def test_newer_triton_is_corrected_but_not_memoised(processes: dict[str, Any]) -> None:
+    seen = processes["stock"]["unknown"]["newer"]
+    assert len(seen["warnings"]) == 1 and "triton 99.0.0" in seen["warnings"][0]
+    assert seen["sum"] == [0x4000] and not seen["memoised"]
+
+
+def test_switch(processes: dict[str, Any]) -> None:
+    assert processes["switched off"]["facts"] == processes["installed"]["facts"]
+    assert processes["switched off"]["digests"] == processes["installed"]["digests"]
+    memoised = {mode: seen["memoised"] for mode, seen in processes.items()}
+    assert memoised == {"stock": False, "installed": True, "switched off": False}
 
 
 @pytest.mark.usefixtures("installed")
@@ -710,3 +740,98 @@ def test_bfloat16_padding_is_nan(kernel: Any) -> None:
 def test_what_stock_rejects_stays_rejected() -> None:
     with pytest.raises(triton.runtime.errors.InterpreterError, match="Expected dtype"):
         exponential[(1,)](torch.ones(4, dtype=BF16), torch.zeros(4, dtype=BF16), 4)
+
+
+def memo() -> Any:
+    from pagefuzz.fuzz.interpreter.memo import Memo
+
+    return next(found for found in gc.get_objects() if type(found) is Memo)
+
+
+@triton.jit
+def scaled(x, out, scale, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) * scale + tl.full([N], 1.5, tl.float32))
+
+
+@pytest.mark.usefixtures("installed")
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagefuzz.fuzz.interpreter import memo as room
+
+    monkeypatch.setattr(room, "MAX_PLANS", 50)
+    x, out, kept = torch.arange(8.0), torch.zeros(8), memo()
+    plans = []
+    for number in range(200):
+        scaled[(1,)](x, out, number / 7, 8)
+        assert torch.equal(out, x * torch.tensor(number / 7) + 1.5)
+        plans.append(kept.plans)
+    assert max(plans) <= 50 < sum(a < b for a, b in itertools.pairwise(plans))
+    assert sum(len(table) for table in kept.tables) == kept.plans
+    monkeypatch.setattr(room, "MAX_CONSTANT_BYTES", 500)
+    for number in range(50):
+        scaled[(1,)](x, out, number / 7, 8)
+        assert kept.constant_bytes < 500 + 100
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["create_masked_load", "create_fmul", "create_splat", "create_masked_store"])
+def test_interrupt_leaves_a_sane_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.runtime.interpreter as interpreter
+
+    builder = interpreter.interpreter_builder
+    x, out = torch.arange(16.0), torch.zeros(16)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for memoised in (False, True):
+        if not memoised:
+            memo().forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(builder, name, interrupted, raising=True)
+            if not memoised or name != "create_splat":  # a constant by then
+                with pytest.raises(KeyboardInterrupt):
+                    scaled[(1,)](x, out, 3.0, 16)
+        vars(builder).pop(name, None)
+        assert interpreter.interpreter_semantic.builder is builder
+        scaled[(1,)](x, out, 3.0, 16)
+        assert torch.equal(out, x * 3 + 1.5)
+
+
+@triton.jit
+def printing(x, N: tl.constexpr):
+    tl.device_print("value", tl.load(x) + tl.program_id(0))
+
+
+@pytest.mark.usefixtures("installed")
+def test_prints_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        printing[(2,)](torch.ones(1), 4)
+        assert capsys.readouterr().out == "(0, 0, 0)  value:  [1.]\n(1, 0, 0)  value:  [2.]\n"
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_numpy_raises_it_raises_every_time() -> None:
+    x, out = torch.tensor([3e38, 1.0]), torch.zeros(2)
+    for _ in range(3):
+        scaled[(1,)](x, out, 1e30, 2)
+        with np.errstate(over="raise"), pytest.raises(triton.runtime.errors.InterpreterError, match="overflow"):
+            scaled[(1,)](x, out, 1e30, 2)
+
+
+class Counting(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("installed")
+def test_arguments_of_every_kind() -> None:
+    x, scale = torch.arange(8.0), 2.0
+    for make in (torch.zeros, lambda n: torch.zeros(2 * n)[::2], lambda n: torch.nn.Parameter(torch.zeros(n), False)):
+        out = make(8)
+        with Counting():
+            scaled[(1,)](x, out, scale, 8)
+        whole = out if out.is_contiguous() else torch.as_strided(out, (8,), (1,))
+        assert torch.equal(whole.detach(), x * 2 + 1.5)
+    scaled[(1,)](x, x, scale, 8)  # one tensor twice
+    assert torch.equal(x, torch.arange(8.0) * 2 + 1.5)

@@ -24,10 +24,7 @@ What remains different from hardware for bfloat16:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,57 +32,6 @@ import numpy as np
 
 _installed = False
 _UINT16 = np.dtype(np.uint16)
-
-
-def install() -> None:
-    """Patch `triton.runtime.interpreter` of this process; later calls do nothing.
-
-    On a triton whose interpreter lacks the private names that this needs, it warns once (RuntimeWarning) and leaves
-    the interpreter as it is.
-    """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    import triton
-    import triton.language as tl
-    import triton.runtime.interpreter as interpreter
-
-    try:
-        patches = [*_faster(interpreter, tl), *_bfloat16(interpreter, tl)]
-    except AttributeError as missing:
-        warnings.warn(
-            f"pagefuzz does not know the interpreter of triton {triton.__version__} ({missing}): interpreted kernels "
-            "run slower, and arithmetic on bfloat16 tensors is wrong. Use triton 3.6 to 3.9, or update pagefuzz.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    for owner, name, value in patches:
-        setattr(owner, name, value)
-
-
-def _faster(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
-    stock_patch_lang = interpreter._patch_lang
-    seen: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-    class Kept:
-        def restore(self) -> None:
-            """Called by stock at the end of a launch; the patches stay."""
-
-    def patch_lang(fn: Callable[..., Any]) -> Kept:
-        # Per function, not per process: its globals may hold tl, tl.core or both, and tl may have new members by now.
-        if fn not in seen:
-            stock_patch_lang(fn)
-            tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-            seen.add(fn)
-        return Kept()
-
-    patches: list[tuple[Any, str, Any]] = [(interpreter, "_patch_lang", patch_lang)]
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # the verdict is thrown away unless `debug` is set
-        patches.append((builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)))
-    return patches
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:
@@ -109,12 +55,12 @@ def _round(values: np.ndarray, truncate: bool = False) -> np.ndarray:
     return np.where(np.isnan(single), high | 0x40, rounded).astype(np.uint16)
 
 
-def _bfloat16(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
+def corrections(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
     Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     primitives, ir = interpreter._interpreter, interpreter._ir
 
     def is_bfloat16(handle: Any) -> bool:
-        return handle.data.dtype == _UINT16 and handle.dtype.scalar.name == "bf16"
+        return handle.data.dtype.char == "H" and handle.dtype.scalar.name == "bf16"
 
     def to_float32(handle: Any) -> Any:
         return Handle(_widen(handle.data), tl.float32) if is_bfloat16(handle) else handle
@@ -135,7 +81,7 @@ def _bfloat16(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:
         if is_bfloat16(lhs):
             return to_bfloat16(stock_binary(self, to_float32(lhs), to_float32(rhs), op))
         result = stock_binary(self, lhs, rhs, op)
-        if result.data.dtype == np.bool_:
+        if result.data.dtype.char == "?":
             result.dtype = tl.int1
         return result
 

@@ -1,0 +1,53 @@
+"""The memoised interpreter gives the bits and the exceptions of the one that has its corrections only.
+
+A few hundred launches, and faults planted in the key are found. `make verify-interpreter` runs 20,000 a version.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent / "same_bits"
+RANDOM_LAUNCHES = 240
+FAULTY_ZOO = "[osm][pca]*float32"  # operands, scalars and masks of one dtype: few, and enough
+
+
+def _program() -> Any:
+    spec = importlib.util.spec_from_file_location("same_bits_program", HERE / "__main__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+program = _program()
+
+
+def results(folder: Path, *runs: tuple[str, ...]) -> list[list[tuple[str, str]]]:
+    """What processes saw that run at once; a run is a mode and options."""
+    paths = [folder / str(number) for number in range(len(runs))]
+    processes = [program.start(mode, path, *options) for path, (mode, *options) in zip(paths, runs, strict=True)]
+    assert [process.wait(timeout=600) for process in processes] == [0] * len(runs)
+    return [program.read(path) for path in paths]
+
+
+def test_every_byte_and_every_exception_is_the_same(tmp_path: Path) -> None:
+    options = ("--launches", str(RANDOM_LAUNCHES))
+    stock, fast = results(tmp_path, ("stock", *options), ("fast", *options))
+    assert program.differences(stock, fast) == []
+    assert len(fast) > RANDOM_LAUNCHES + 400
+    for kind in ("kernel", "raising", "wild"):  # launches that raise and launches that do not
+        raised = [bool(result.split(" ", 3)[3]) for name, result in fast if name.startswith(kind)]
+        assert any(raised)
+        assert kind != "kernel" or sum(raised) < len(raised) / 2
+
+
+@pytest.mark.parametrize("fault", program.FAULTS)
+def test_a_fault_in_the_key_is_found(fault: str, tmp_path: Path) -> None:
+    options = ("--launches", "0", "--zoo", FAULTY_ZOO)
+    stock, faulty = results(tmp_path, ("stock", *options), ("fast", *options, "--fault", fault))
+    assert program.differences(stock, faulty) != []
