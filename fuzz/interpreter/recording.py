@@ -59,7 +59,8 @@ def register_type(Handle: Any) -> Any:
         """
 
         def __init__(self, recording: Recording, real: Any, index: int, constant: bool) -> None:
-            vars(self).update(recording=recording, real=real, index=index, constant=constant)
+            own: dict[str, Any] = object.__getattribute__(self, "__dict__")
+            own.update(recording=recording, real=real, index=index, constant=constant)
 
         def __getattribute__(self, name: str) -> Any:
             own = object.__getattribute__(self, "__dict__")
@@ -236,7 +237,7 @@ class _Plan:
             data = recording.registers[index].real.data
             data.flags.writeable = False  # it is shared by all replays
             self.memo.constant_bytes += data.nbytes
-        plan = FunctionType(self.memo.code_of("def plan(builder, tensors):\n " + "\n ".join(lines)), self.names)
+        plan: Any = FunctionType(self.memo.code_of("def plan(builder, tensors):\n " + "\n ".join(lines)), self.names)
         plan.repeatable = not recording.effects
         return plan
 

@@ -55,7 +55,8 @@ class _Observer:
 
         from pagefuzz.fuzz.tracer import traced
 
-        end, named = 0, {}
+        end = 0
+        named: dict[str, Any] = {}
         self.arena.fill_(0xA5)
 
         def placed(value: Any) -> Any:
@@ -156,7 +157,7 @@ def _faulty(change: Callable[[Any, Any], Any]) -> Callable[[], None]:
 
             return keys_of_wrongly
 
-        Memo._key_function = wrong  # type: ignore[method-assign]
+        Memo._key_function = wrong  # type: ignore[assignment, method-assign]
 
     return plant
 

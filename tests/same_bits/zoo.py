@@ -163,7 +163,7 @@ def raising(x, out, KIND: tl.constexpr, N: tl.constexpr):
         elif KIND == 5:
             v = tl.load(v)
         elif KIND == 6:
-            v = undefined_name  # noqa: F821
+            v = undefined_name  # type: ignore[name-defined]  # noqa: F821
         elif KIND == 7:
             v = nested_raise(v, N)
         elif KIND == 8:
