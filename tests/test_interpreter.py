@@ -391,6 +391,21 @@ def program(mode: str) -> None:
     print(json.dumps(seen))
 
 
+@triton.autotune(configs=[triton.Config({"BLOCK": 4}), triton.Config({"BLOCK": 8})], key=["n"])
+@triton.heuristics({"EVEN": lambda arguments: arguments["n"] % 2 == 0})
+@triton.jit
+def autotuned(x, out, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(x + i, mask=i < n) + (1 if EVEN else 2), mask=i < n)
+
+
+def test_an_autotuned_kernel_runs_with_its_first_configuration() -> None:
+    x, out = torch.arange(10.0), torch.zeros(10)
+    autotuned[lambda meta: (1 if meta["BLOCK"] == 4 else 0,)](x, out, 10)
+    assert out.tolist() == (x + 1).tolist()
+
+
 if __name__ == "__main__":
     program(sys.argv[1])
 
