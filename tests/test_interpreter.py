@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 BF16 = torch.bfloat16
-FACTS_ARE_OLD = "triton {} no longer {}: drop the correction from fuzz/interpreter and the fact from DESIGN section 7"
+FACTS_ARE_OLD = "triton {} no longer {}: drop the correction from fuzz/interpreter"
 
 if type(tl.sum).__name__ != "InterpretedFunction":
     pytest.skip("this process compiles kernels; set TRITON_INTERPRET=1 before it starts", allow_module_level=True)
