@@ -37,13 +37,14 @@ def one_core(cases: int, patterns: list[str], seed: int) -> None:
         print(f"{name:32}{done:>7}{runs / done:>13.2f}{done / seconds:>9.0f}")
 
 
-def workers() -> None:
+def workers(patterns: list[str], seed: int) -> None:
     """Print the wall time of the same fuzz run with one worker and with two, start of the workers included."""
     seconds = []
     for count in (1, 2):
         command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", str(count), "fuzz/", "--device", "cpu"]
+        command += [f"--hypothesis-seed={seed}", *(part for pattern in patterns for part in ("--kernel", pattern))]
         started = time.perf_counter()
-        subprocess.run([*command, "--hypothesis-seed=1"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         seconds.append(time.perf_counter() - started)
         print(f"{count} worker{'s' if count > 1 else ''}: {seconds[-1]:.1f} s")
     print(f"two workers are {seconds[0] / seconds[1]:.2f} times as fast as one")
@@ -60,7 +61,7 @@ def main() -> None:
 
     print(f"{platform.machine()}, {os.cpu_count()} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     if arguments.workers:
-        workers()
+        workers(arguments.kernel, arguments.seed)
     else:
         one_core(arguments.cases, arguments.kernel, arguments.seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ class InvariantViolated(AssertionError):
     """A kernel broke an invariant. Each invariant raises a type of its own (`Invariant.exception`)."""
 
 
-class Invariant:
+class Invariant(ABC):
     """A named statement about every run of a kernel.
 
     id: I1, I2, ...; what the reports, `Case.relations` and the mutants call it. statement: one line. operations: those
@@ -59,9 +60,9 @@ class Invariant:
         """The further cases that `judge` looks at, by names of its choice. None runs before it is looked at."""
         return {}
 
+    @abstractmethod
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         """What is wrong, or None. `observations["case"]` is the case's own run; the others are the twins'."""
-        raise NotImplementedError(f"invariant {self.id} must say what it judges")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -56,7 +57,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ABC):
     """What every case has.
 
     seed: of the values. relations: the invariants with a second run that this case pays for, by id. fault: what of the
@@ -77,9 +78,9 @@ class Case:
             self.fault in ("", *self.faults, *self.value_faults), f"fault={self.fault!r} is unknown to {self.operation}"
         )
 
+    @abstractmethod
     def arguments(self) -> Arguments:
         """The tensors and numbers of the call."""
-        raise NotImplementedError(f"{type(self).__name__} must say its arguments")
 
     def watched(self) -> dict[str, list[tuple[int, int]]]:
         """What the call must write: by buffer, runs of elements (first, how many), in the order of the tokens."""
@@ -89,38 +90,38 @@ class Case:
         """What of the case the kernel does not declare to support, in a few words; "" if it supports all of it."""
         return ""
 
+    @abstractmethod
     def rows_of_call(self) -> int:
         """B or T: 0 means that there is nothing to do."""
-        raise NotImplementedError(f"{type(self).__name__} must say how many rows it has")
 
+    @abstractmethod
     def features(self) -> frozenset[str]:
         """Words for what the layout holds; the summary counts them."""
-        raise NotImplementedError(f"{type(self).__name__} must say its features")
 
     def simpler(self) -> Iterator[Self]:
         """Cases that a person would find simpler, the boldest steps first."""
         if self.seed:
             yield replace(self, seed=0)
 
+    @abstractmethod
     def is_far(self) -> bool:
         """Whether some element that the call addresses lies 2^31 elements or more into its tensor."""
-        raise NotImplementedError(f"{type(self).__name__} must say whether it is far")
 
+    @abstractmethod
     def compact(self) -> Self | None:
         """The same tokens with every offset below 2^31 elements, or None if that is so already."""
-        raise NotImplementedError(f"{type(self).__name__} must say its compact twin")
 
     def with_harmless_tails(self) -> Self | None:
         """The same case with ids of owned blocks in every table tail, or None where there is no tail."""
         return None
 
+    @abstractmethod
     def lines(self) -> list[str]:
         """The layout drawn as text."""
-        raise NotImplementedError(f"{type(self).__name__} must draw its layout")
 
+    @abstractmethod
     def shapes(self) -> str:
         """The sizes in one line."""
-        raise NotImplementedError(f"{type(self).__name__} must say its sizes")
 
     def one_line(self) -> str:
         """The whole case in one line: every field that differs from its default."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
-from pagefuzz.strategies.case import Arguments, Limits, Name, first_beyond, require, smaller
+from pagefuzz.strategies.case import Arguments, Limits, Name, Sequence, first_beyond, require, smaller
 from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_lengths, sequences
 from pagefuzz.strategies.tensors import Tensor, contiguous
 
@@ -131,8 +131,8 @@ class SlotMappingCase(Paged):
             for t, token in enumerate(self.tokens)
         ]
 
-    def fitted(self, rows: object, width: int | None = None) -> Self:
-        fitted = super().fitted(rows, width)  # type: ignore[arg-type]  # the base names the type
+    def fitted(self, rows: Iterable[Sequence], width: int | None = None) -> Self:
+        fitted = super().fitted(rows, width)
         kept = tuple(token for token in self.tokens if fitted._holds(token))
         return replace(fitted, tokens=kept)
 
