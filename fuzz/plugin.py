@@ -332,7 +332,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Reports of the suite are texts of their own; a traceback would only hide them."""
-    from pagefuzz.fuzz.session import Failed, NotJudged
+    from pagefuzz.fuzz.session import Failed, NotJudged, ShownAlready
     from pagefuzz.oracles.invariant import InvariantViolated
 
     report = yield
@@ -341,8 +341,9 @@ def pytest_runtest_makereport(
         getattr(item, "fixturenames", ())
     ):
         report.longrepr = str(error)
-        if isinstance(error, NotJudged) and not item.config.getoption("--replay"):
-            # In a fuzz run a saved case that cannot be judged is said, not failed.
+        if isinstance(error, ShownAlready) or (isinstance(error, NotJudged) and not item.config.getoption("--replay")):
+            # One report a failure, or the one is lost among its repetitions. And in a fuzz run a saved case that cannot
+            # be judged is said, not failed.
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
     return report
 

@@ -42,6 +42,10 @@ class Failed(AssertionError):
     """A report that goes to the terminal as it is, without a traceback."""
 
 
+class ShownAlready(Failed):
+    """A failure whose shrunk case this run has reported before."""
+
+
 class NotJudged(Failed):
     """A saved case that could not be judged."""
 
@@ -229,7 +233,7 @@ class Session:
         assert verdict.violation is not None and verdict.invariant is not None
         command, known = self._save(name, "failure", case, found_as, verdict)
         if known:
-            return verdict.invariant.exception(
+            return ShownAlready(
                 f"{verdict.named} violated by {name}, by the same shrunk case as another report: {command}"
             )
         token = self.command(saving.token(name, verdict.named, case))

@@ -1,4 +1,4 @@
-"""I2: only block_tables[b, :ceil(n / bs)] is used."""
+"""I2: only block_tables[b, :ceil(n / bs)] is used, and only owned pages are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TailIsUnused(Invariant):
     a traced load of a page that nobody owns, and untouched memory that was looked at."""
 
     id = "I2"
-    statement = "only block_tables[b, :ceil(n / bs)] is used"
+    statement = "only block_tables[b, :ceil(n / bs)] is used, and only owned pages are read"
     operations = ("slot_mapping", "paged_decode_attention")
     rank = 30
 

@@ -30,6 +30,8 @@ class AddressesAre64Bit(Invariant):
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         run, twin = observations["case"], observations[TWIN]
         if is_right(case, run, declared):
+            if not is_right(case.compact(), twin, declared):
+                return None  # wrong near, right far
             if not case.watched() and run.output is not None and run.output.dtype == "int64":
                 return None  # slots name their blocks, which differ
             return bits_differ(case, run, twin, declared, "in a compact pool")

@@ -193,6 +193,8 @@ class WithFloats(Case):
         for name, value in plain.items():
             if getattr(self, name) != value:
                 yield replace(self, **{name: value})
+        if self.poison not in ("zeros", "nan"):
+            yield replace(self, poison="nan")
 
 
 @dataclass(frozen=True)

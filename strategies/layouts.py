@@ -229,7 +229,7 @@ class Paged(Case):
                 yield self.fitted(rows, width)
         for garbage in (GARBAGE, 0):
             tails = [replace(row, tail=(garbage,) * len(row.tail)) for row in rows]
-            if tuple(tails) != rows and not any(set(row.tail) <= {GARBAGE} for row in rows if row.tail):
+            if tuple(tails) != rows and not all(set(row.tail) <= {GARBAGE} for row in rows):
                 yield self.fitted(tails, self.width)
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
@@ -252,7 +252,13 @@ class Paged(Case):
             if self.num_blocks > len(order):
                 yield self.renamed(names, self.num_blocks)
         last = max(self.owned, default=0)
-        pools = {last + 1, max(ids, default=0) + 1, PAGE // (self.block_elements() * self.itemsize()) * 4}
+        pools = {
+            last + 1,
+            last + 2,
+            max(ids, default=0) + 1,
+            self.num_blocks // 2,
+            PAGE // (self.block_elements() * self.itemsize()) * 4,
+        }
         yield from self.far_again(self)
         for num_blocks in sorted(pools):
             if last < num_blocks < self.num_blocks:

@@ -316,6 +316,9 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             if holds
         }
 
+    def lines(self) -> list[str]:
+        return [*super().lines(), *([f"{self.poison} lies where nobody owns"] if self.poison != "zeros" else [])]
+
     def shapes(self) -> str:
         return (
             f"B={len(self.sequences)} H={self.num_heads} KVH={self.num_kv_heads} D={self.head_dim} "

@@ -44,7 +44,7 @@ def test_the_mutant_dies_by_it(tree: Path) -> None:
     catalogue = tree / "tests/mutants/catalogue.py"
     mutant = re.search(r"```python\n(Mutant\(.*?)```", PAGE, re.DOTALL).group(1)  # type: ignore[union-attr]  # the page has it
     before = catalogue.read_text()
-    catalogue.write_text(before.replace("MUTANTS = (", f"MUTANTS = (\n{mutant},", 1))
+    catalogue.write_text(before.replace("DECODES = (", f"DECODES = (\n{mutant},", 1))
     run = _pytest(tree, "tests/test_mutants.py", "-k", "every_invariant or weights_not_normalised")
     catalogue.write_text(before)
     assert run.returncode == 0, run.stdout
