@@ -19,16 +19,16 @@ SHIFT = tl.constexpr(1)
 
 @triton.jit
 def operands(x, y, out, N: tl.constexpr):
-    """Equal types and other aliasing: each line must be its own."""
+    """Equal types and other aliasing: each line must be its own. What is one object comes first, and last once."""
     i = tl.arange(0, N)
     a, b = tl.load(x + i), tl.load(y + i)
-    tl.store(out + i, a + b)
-    tl.store(out + N + i, a + a)
+    tl.store(out + i, a + a)
+    tl.store(out + N + i, a + b)
     tl.store(out + 2 * N + i, b - a)
     tl.store(out + 3 * N + i, a - a)
-    tl.store(out + 4 * N + i, tl.where(a > b, a, b))
-    tl.store(out + 5 * N + i, tl.where(a > a, a, b))
-    tl.store(out + 6 * N + i, tl.where(a > b, b, b))
+    tl.store(out + 4 * N + i, tl.where(a > b, b, b))
+    tl.store(out + 5 * N + i, tl.where(a > b, a, b))
+    tl.store(out + 6 * N + i, tl.where(a > a, a, b))
     c = a
     tl.store(out + 7 * N + i, c * b + tl.maximum(c, a))
 
