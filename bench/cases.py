@@ -21,9 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 def one_core(cases: int, patterns: list[str], seed: int) -> None:
     """Print a line a kernel."""
-    import pagefuzz.kernels.own  # noqa: F401  # registers the project's kernels
-    from pagefuzz.fuzz.session import SHARD, Session, choose
+    from pagefuzz.fuzz.session import SHARD, Session, choose, load_own
 
+    load_own()
     session = Session(device="cpu", examples=cases, seed=seed, kernels=choose(patterns), home=Path.cwd(), repeat="")
     print(f"{'kernel':32}{'cases':>7}{'runs a case':>13}{'cases/s':>9}")
     for name, kernel in session.kernels.items():

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -95,9 +97,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         key, value, caches = some(4, KVH, D), some(4, KVH, D), [some(5, bs, KVH, D) for _ in "kv"]
         slots = torch.tensor([7, -1, 2, 11])
         args = (key, value, *caches, slots, key.stride(0), value.stride(0), KVH * D, KVH * D)
-        yield f"write, 4 tokens, D={D}", lambda args=args: write[(4,)](*args)  # type: ignore[misc]
-        own = (key, value, *caches, slots)
-        yield "  the project's own", lambda own=own: triton_reshape_and_cache(*own)  # type: ignore[misc]
+        yield f"write, 4 tokens, D={D}", partial(write[(4,)], *args)
+        own: tuple[Any, ...] = (key, value, *caches, slots)
+        yield "  the project's own", partial(triton_reshape_and_cache, *own)
     for D, bs, lens in ((8, 4, (3, 9)), (32, 16, (17, 40))):
         blocks = [-(-n // bs) for n in lens]
         caches = [some(sum(blocks), bs, KVH, D) for _ in "kv"]
@@ -106,9 +108,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         tables[0, : blocks[0]], tables[1, : blocks[1]] = ids[: blocks[0]], ids[blocks[0] :]
         q, n = some(B, H, D), torch.tensor(lens, dtype=torch.int32)
         args = (q, *caches, tables, n, torch.empty_like(q), D**-0.5, tables.stride(0), H // KVH, H, KVH, bs, D)
-        yield f"decode, D={D}, bs={bs}, n={lens}", lambda args=args: decode[(B, H)](*args)  # type: ignore[misc]
-        own_args = (q, *caches, tables, n, D**-0.5)
-        yield "  the project's own", lambda args=own_args: triton_paged_decode_attention(*args)  # type: ignore[misc]
+        yield f"decode, D={D}, bs={bs}, n={lens}", partial(decode[(B, H)], *args)
+        own = (q, *caches, tables, n, D**-0.5)
+        yield "  the project's own", partial(triton_paged_decode_attention, *own)
 
 
 def child(mode: str) -> None:

@@ -215,7 +215,7 @@ class Session:
         if found:
             statistics.violations += 1
             error = self.failure(judge, *found[0])
-            error.statistics = statistics  # type: ignore[attr-defined]  # for the summary
+            error.statistics = statistics  # type: ignore[attr-defined]  # the summary counts failing items too
             raise error
         return statistics
 

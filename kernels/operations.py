@@ -14,13 +14,12 @@ class Operation:
     """One contract.
 
     `parameters` are passed by position, in this order. `result` names what is returned ("" for an operation that
-    only writes), `writes` the arguments that it may change. `shapes` says it all in one line, for messages.
+    only writes). `shapes` says it all in one line, for messages.
     """
 
     name: str
     parameters: tuple[str, ...]
     result: str
-    writes: tuple[str, ...]
     shapes: str
 
 
@@ -31,14 +30,12 @@ OPERATIONS: dict[str, Operation] = {
             "slot_mapping",
             ("block_tables", "seq_ids", "positions", "block_size"),
             result="slots",
-            writes=(),
             shapes="slot_mapping(block_tables[B, M], seq_ids[T], positions[T], block_size) -> int64[T]",
         ),
         Operation(
             "reshape_and_cache",
             ("key", "value", "k_cache", "v_cache", "slot_mapping"),
             result="",
-            writes=("k_cache", "v_cache"),
             shapes="reshape_and_cache(key[T', KVH, D], value[T', KVH, D], k_cache[N, bs, KVH, D], v_cache, "
             "slot_mapping[T]) -> None",
         ),
@@ -46,7 +43,6 @@ OPERATIONS: dict[str, Operation] = {
             "paged_decode_attention",
             ("q", "k_cache", "v_cache", "block_tables", "context_lens", "scale"),
             result="out",
-            writes=(),
             shapes="paged_decode_attention(q[B, H, D], k_cache[N, bs, KVH, D], v_cache, block_tables[B, M], "
             "context_lens[B], scale) -> out[B, H, D]",
         ),

@@ -21,7 +21,7 @@ CONTRACT = {
 
 
 @triton.jit
-def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton's own types
+def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
     out_ptr,
     q_ptr,
     k_cache_ptr,

@@ -21,7 +21,7 @@ CONTRACT = {
 
 
 @triton.jit
-def reshape_and_cache_kernel(  # type: ignore[no-untyped-def]  # Triton's own types
+def reshape_and_cache_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
     key_ptr,
     value_ptr,
     k_cache_ptr,

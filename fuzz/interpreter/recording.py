@@ -52,7 +52,7 @@ MAX_BYTES_OF_A_CONSTANT = 64 << 10
 
 
 def register_type(Handle: Any) -> Any:
-    class Register(Handle):  # type: ignore[misc]
+    class Register(Handle):  # type: ignore[misc]  # Triton's class is only known once it is imported
         """Stands for a handle while a call is recorded, and notices when something else than the builder looks at it.
 
         constant: it is the same at every replay, so that whoever looks at it always sees the same.

@@ -157,7 +157,7 @@ def _faulty(change: Callable[[Any, Any], Any]) -> Callable[[], None]:
 
             return keys_of_wrongly
 
-        Memo._key_function = wrong  # type: ignore[assignment, method-assign]
+        Memo._key_function = wrong  # type: ignore[assignment, method-assign]  # the planted fault
 
     return plant
 

@@ -163,7 +163,7 @@ def raising(x, out, KIND: tl.constexpr, N: tl.constexpr):
         elif KIND == 5:
             v = tl.load(v)
         elif KIND == 6:
-            v = undefined_name  # type: ignore[name-defined]  # noqa: F821
+            v = undefined_name  # type: ignore[name-defined]  # noqa: F821  # a kernel that raises NameError
         elif KIND == 7:
             v = nested_raise(v, N)
         elif KIND == 8:
@@ -216,7 +216,7 @@ def collatz(x, out):
         return
     steps = 0
     while n > 1:
-        if n % 2 == 0:  # noqa: SIM108  # a branch
+        if n % 2 == 0:  # noqa: SIM108  # the branch is what is tried
             n = n // 2
         else:
             n = 3 * n + 1
