@@ -101,16 +101,19 @@ class Arena(ABC):
     def forget(self) -> None:
         """Leave nothing of the case behind."""
 
-    def watched(self, wanted: dict[str, list[tuple[int, int]]]) -> dict[str, list[np.ndarray]]:
-        """The bits that lie now in runs of elements (first, how many) of buffers."""
+    def watched(self, wanted: dict[str, tuple[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
+        """The bits that lie now in the given elements of buffers: by tensor, a row for each row of elements."""
         found: dict[str, list[np.ndarray]] = {}
         for start, buffer in self.places:
-            if buffer.name in wanted:
-                itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
-                found[buffer.name] = [
-                    self._read(start + first * itemsize, count * itemsize).view(storage)
-                    for first, count in wanted[buffer.name]
-                ]
+            itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
+            for name, (where, rows) in wanted.items():
+                if where != buffer.name:
+                    continue
+                found[name] = []
+                for elements in rows:
+                    first, last = int(elements.min()), int(elements.max())
+                    bits = self._read(start + first * itemsize, (last - first + 1) * itemsize).view(storage)
+                    found[name].append(bits[elements - first])
         return found
 
     def changes(self) -> dict[str, Change]:

@@ -154,15 +154,18 @@ def slot_words(case: Any, slot: int) -> str:
     return f"slot {slot} (block {slot // case.block_size}, offset {slot % case.block_size})"
 
 
+def addressed(case: Any, buffer: str) -> np.ndarray:
+    """The elements of a buffer that the call must write."""
+    rows = [elements.reshape(-1) for where, elements in case.watched().values() if where == buffer]
+    return np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+
+
 def stray_change(case: Any, run: Observation) -> Violation | None:
     """The first element outside the addressed slots that a run changed, or that a refused store would have."""
     if run.wild is not None and run.wild.kind != "load":
         return Violation(str(run.wild), "stores stay inside what the call may write", _place(case, run.wild))
     for name, change in run.changes.items():
-        allowed = np.zeros(len(change.elements), dtype=bool)
-        for start, length in case.watched().get(name, []):
-            allowed |= (change.elements >= start) & (change.elements < start + length)
-        stray = np.flatnonzero(~allowed)
+        stray = np.flatnonzero(~np.isin(change.elements, addressed(case, name)))
         if len(stray):
             first = int(stray[0])
             digits = change.after.dtype.itemsize * 2
@@ -184,25 +187,24 @@ def _place(case: Any, wild: Any) -> str:
     return element_words(case, wild.tensor, wild.index) if wild.tensor else ""
 
 
-def element_words(case: Any, buffer: str, element: int) -> str:
-    """An element of a buffer as a person looks for it."""
-    tensors = [tensor for tensor in arguments_of(case).tensors.values() if tensor.buffer.name == buffer]
-    if not tensors:
-        return f"{buffer}, element {element}"
-    size = tensors[0].buffer.size
-    where = f"{buffer}, element {element}"
-    if buffer == "block_tables" and 0 <= element < size:
+def element_words(case: Any, name: str, element: int) -> str:
+    """An element of a buffer, or of the tensor of that name, as a person looks for it."""
+    tensors = arguments_of(case).tensors
+    tensor = next((each for each in tensors.values() if each.buffer.name == name), tensors.get(name))
+    where = f"{name}, element {element}"
+    if tensor is None:
+        return where
+    buffer = tensor.buffer
+    if name != buffer.name:
+        element += tensor.offset
+    if element < 0:
+        return f"{where}: {-element} before the start of {buffer.name}"
+    if element >= buffer.size:
+        return f"{where}: {element - buffer.size} past the end of {buffer.name}, which has {buffer.size}"
+    if name == "block_tables":
         b, column = divmod(element, case.width + case.table_padding)
         return f"{where} = row {b}, column {column} of {case.width}"
-    if tensors[0].buffer.is_cache:
-        block, inside = divmod(element, case.block_size * case.num_kv_heads * case.head_dim)
-        offset, inside = divmod(inside, case.num_kv_heads * case.head_dim)
-        where += f" = block {block}, offset {offset}, kv head {inside // case.head_dim}, dim {inside % case.head_dim}"
-    if element < 0:
-        return f"{where}: {-element} before the start of {buffer}"
-    if element >= size:
-        return f"{where}: {element - size} past the end of {buffer}, which has {size}"
-    return where
+    return f"{where} = {case.cache_words(buffer.name, element)}" if buffer.is_cache else where
 
 
 def unfinished(twin: Observation, what: str) -> Violation:

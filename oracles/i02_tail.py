@@ -82,15 +82,15 @@ class TailIsUnused(Invariant):
         owned = set(case.owned)
         for name in ("k_cache", "v_cache"):
             for element in (run.loads or {}).get(name, ()):
-                block = int(element) // case.block_elements()
+                block = int(element) // case.caches()[name].strides[0]
                 if block not in owned:
                     return self._foreign(case, name, block, "was loaded")
         return None
 
     def _touched(self, case: Any, run: Observation) -> Violation | None:
-        for name in ("k_cache", "v_cache"):
+        for name, stride in _cache_buffers(case).items():
             for first, last in run.touched.get(name, ()):
-                size = case.block_elements() * ITEMSIZE[case.dtype]
+                size = stride * ITEMSIZE[case.dtype]
                 blocks = range(first // size, last // size + 1)
                 named = [entry for row in case.sequences for entry in row.tail if entry in blocks]
                 if not named and len(blocks) > 1:  # one memory page holds many small blocks
@@ -114,3 +114,8 @@ class TailIsUnused(Invariant):
             self._owned(case),
             f"the tail of row {rows[0]} names it" if rows else "no row names it",
         )
+
+
+def _cache_buffers(case: Any) -> dict[str, int]:
+    """The buffers of the caches, and the elements from block to block in each; none for slot_mapping."""
+    return {cache.buffer: cache.strides[0] for cache in case.caches().values()} if hasattr(case, "caches") else {}

@@ -11,16 +11,17 @@ from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.case import InvalidCase
 from pagefuzz.strategies.number_formats import STORAGE, decode
 from pagefuzz.strategies.tensors import Tensor
-from pagefuzz.strategies.values import FINITE_POISONS, POISONS
+from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
 
 # Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
 HEAD_DIMS = (8, 1, 2, 4, 3, 16, 8, 2, 5, 64, 32, 4, 80, 1, 16, 128, 12)
 GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
 BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
+FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
 SEEDS = st.integers(0, 2**16)
 
-assert set(POISON_ORDER) == set(POISONS) and set(FINITE_POISONS) < set(POISONS)
+assert set(POISON_ORDER) == set(POISONS) and set(FRESH_ORDER) == set(FRESH) and set(FINITE_POISONS) < set(POISONS)
 
 
 @lru_cache(maxsize=64)

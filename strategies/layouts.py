@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Self
 
 import numpy as np
@@ -72,8 +71,12 @@ class Paged(Case):
         return 1
 
     def itemsize(self) -> int:
-        """Bytes of one element of a cache (64, so that nothing depends on it, for an operation without a cache)."""
+        """Bytes of one element of a cache (64 for an operation without a cache: as if each had a line of its own)."""
         return 64
+
+    def block_period(self) -> int:
+        """After how many blocks addresses repeat modulo 64 bytes (1 for an operation without a cache)."""
+        return 1
 
     def check(self) -> None:
         super().check()
@@ -119,7 +122,7 @@ class Paged(Case):
         return padded_rows("block_tables", self.index_dtype, rows, (self.width,), fill)
 
     def features(self) -> frozenset[str]:
-        words = set()
+        words = set(super().features())
         rows, size = self.sequences, self.block_size
         for word, holds in (
             ("B = 0", not rows),
@@ -169,7 +172,7 @@ class Paged(Case):
         A block keeps its address modulo 64 bytes: how rows happen to be aligned may choose the order of a kernel's
         sums, and with it the last bit; alignment is drawn by views, never by accident.
         """
-        period = 64 // gcd(64, self.block_elements() * self.itemsize())
+        period = self.block_period()
         names = {block: index * period + block % period for index, block in enumerate(ids)}
         return self.renamed(names, max(names.values(), default=0) + 1 + free)
 

@@ -13,10 +13,12 @@ from pagefuzz.strategies.number_formats import FORMATS, encode
 # What lies in the memory that no sequence owns. All but the first four are finite.
 POISONS = ("nan", "infinity", "minus_infinity", "nan_and_garbage", "zeros", "largest", "smallest", "tenant")
 FINITE_POISONS = POISONS[4:]
+# What fresh memory (torch.empty and its kin) is filled with.
+FRESH = ("nan", "infinity", "minus_infinity", "zeros", "largest", "smallest", "tenant")
 # For kernels that declare unowned="finite": numbers whose products stay finite too.
 MODEST_POISONS = ("zeros", "tenant", "smallest")
 
-_ROLES = {"q": 1, "k": 2, "v": 3, "key": 4, "value": 5, "tenant": 6, "k_cache": 7, "v_cache": 8, "special": 9}
+_ROLES = {"q": 1, "k": 2, "v": 3, "key": 4, "value": 5, "tenant": 6, "k_cache": 7, "v_cache": 8, "kv_cache": 9}
 
 
 def counter_hash(seed: int, role: str, counters: np.ndarray) -> np.ndarray:

@@ -35,7 +35,8 @@ class Memory:
         return numbers[place] if numbers else 0.0
 
     def row(self, *index: int) -> list[float]:
-        """The last dim, which is contiguous, at the given leading indices."""
+        """The last dim at the given leading indices."""
         element = self.offset + sum(i * stride for i, stride in zip(index, self.strides[:-1], strict=True))
         numbers, place = self._find(element)
-        return numbers[place : place + self.inner] if numbers else [0.0] * self.inner
+        step = self.strides[-1]
+        return numbers[place : place + (self.inner - 1) * step + 1 : step] if numbers else [0.0] * self.inner
