@@ -61,7 +61,8 @@ class Case(ABC):
     """What every case has.
 
     seed: of the values. relations: the invariants with a second run that this case pays for, by id. fault: what of the
-    contract is broken on purpose, for I16 ("" for nothing).
+    contract is broken on purpose, for I16 ("" for nothing). order: in which the programs of an interpreted launch run:
+    0 ascending, 1 descending, any other number the seed of a shuffle.
     """
 
     operation: ClassVar[str]
@@ -71,6 +72,7 @@ class Case(ABC):
     seed: Seed = 0
     relations: tuple[Name, ...] = ()
     fault: Name = ""
+    order: Seed = 0
 
     def check(self) -> None:
         """Raise InvalidCase, in one sentence, where the case contradicts itself or the contract."""
@@ -94,12 +96,16 @@ class Case(ABC):
     def rows_of_call(self) -> int:
         """B or T: 0 means that there is nothing to do."""
 
-    @abstractmethod
     def features(self) -> frozenset[str]:
         """Words for what the layout holds; the summary counts them."""
+        return frozenset({"programs in another order"} if self.order else ())
 
     def simpler(self) -> Iterator[Self]:
         """Cases that a person would find simpler, the boldest steps first."""
+        if self.order:
+            yield replace(self, order=0)
+        if self.order > 1:
+            yield replace(self, order=1)
         if self.seed:
             yield replace(self, seed=0)
 
@@ -115,9 +121,9 @@ class Case(ABC):
         """The same case with ids of owned blocks in every table tail, or None where there is no tail."""
         return None
 
-    @abstractmethod
     def lines(self) -> list[str]:
         """The layout drawn as text."""
+        return [f"the programs of each launch run {order_words(self.order)}"] if self.order else []
 
     @abstractmethod
     def shapes(self) -> str:
@@ -134,6 +140,11 @@ class Case(ABC):
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def order_words(order: int) -> str:
+    """A `Case.order` in words: in ascending order."""
+    return {0: "in ascending order", 1: "in descending order"}.get(order, f"in an order shuffled by the seed {order}")
 
 
 @lru_cache(maxsize=4)

@@ -229,7 +229,7 @@ class ReshapeAndCacheCase(WithFloats):
 
     def features(self) -> frozenset[str]:
         addressed = [slot for slot in self.slots if slot >= 0]
-        return frozenset(
+        return super().features() | frozenset(
             word
             for word, holds in (
                 ("T = 0", not self.slots),
@@ -258,7 +258,7 @@ class ReshapeAndCacheCase(WithFloats):
         )
 
     def lines(self) -> list[str]:
-        drawn = [f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
+        drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
         for t, slot in enumerate(self.slots):
             place = f"block {slot // self.block_size}, offset {slot % self.block_size}" if slot >= 0 else "padding"
             drawn.append(f"token {t}: slot {slot}  ({place})")
@@ -386,4 +386,5 @@ def cases(
         poison=draw(st.sampled_from(draws.POISON_ORDER)),
         seed=draw(draws.SEEDS),
         relations=draw(draws.some_of(relations)),
+        order=draw(draws.ORDERS),
     )
