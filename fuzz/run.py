@@ -81,6 +81,7 @@ class Runner:
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         with (
             self._tracing(tensors) as trace,
+            self._ordering(case.order),
             _FreshMemoryIsPoison(getattr(case, "fresh", "nan")),
             np.errstate(),
         ):  # keeps what a kernel sets to itself
@@ -108,6 +109,7 @@ class Runner:
             touched=self.arena.touched(),
             loads=trace.loads if traced else None,
             stores=trace.stores if traced else None,
+            race=trace.race if traced else None,
         )
 
     def _tracing(self, tensors: dict[str, torch.Tensor]) -> Any:
@@ -116,6 +118,13 @@ class Runner:
         from pagefuzz.fuzz.tracer import traced
 
         return traced(tensors)
+
+    def _ordering(self, order: int) -> Any:
+        if not self.interpreted or order == 0:
+            return nullcontext()
+        from pagefuzz.fuzz.order import in_order
+
+        return in_order(order)
 
     def _finish(self) -> None:
         """Wait for the device, so that its errors belong to this run."""

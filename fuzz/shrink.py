@@ -28,7 +28,7 @@ def shrink(judge: Judge, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
         final = judge.verdict(case)
         if final.invariant is None or verdict.invariant is None:
             return case, verdict
-        if final.invariant.rank >= verdict.invariant.rank or len(tried) >= MOST_TRIES:
+        if final.rank >= verdict.rank or len(tried) >= MOST_TRIES:
             return case, final
         verdict = final  # small as it is now, the case shows a more specific cause: go on with that
 
@@ -44,7 +44,7 @@ def _smallest(judge: Judge, case: Case, verdict: Verdict, tried: set[Case]) -> C
                 continue
             tried.add(simpler)
             found = judge.verdict(simpler, asked)
-            if found.kind == VIOLATION and found.invariant is not None and found.invariant.rank <= named.rank:
+            if found.kind == VIOLATION and found.rank <= verdict.rank:
                 case = simpler
                 break
         else:

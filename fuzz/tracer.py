@@ -19,6 +19,9 @@ may also lie in a named tensor that is no argument of the launch.
 Works with and without `pagefuzz.fuzz.interpreter.install`, on triton 3.6 to 3.9. All loads, stores, block pointers and
 descriptors reach the builder's create_masked_load and create_masked_store; atomics have their own two methods. One
 trace at a time: neither nested nor in several threads.
+
+Which program accessed what is known too: where two programs of one launch write one address, or one reads what another
+writes, `trace.race` says so. That is found out once a launch has ended, first from the bounds of its accesses.
 """
 
 from __future__ import annotations
@@ -29,6 +32,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from pagefuzz.oracles.observation import Race
+
+# Bytes of each access, their addresses (uint64), and the id of the program.
+_Access = tuple[int, np.ndarray, tuple[int, int, int]]
 
 
 class WildAccess(Exception):
@@ -114,14 +122,17 @@ class Trace:
     launches: how many there were. wild: the first wild access, or None. loads, stores: for every named tensor, the
     sorted distinct offsets (int64) of the elements accessed, counted in elements of memory from its first one
     (data_ptr), so that a row of a strided view starts at its stride. An atomic counts as both. An access that two named
-    tensors share counts for both. What was refused counts for none.
+    tensors share counts for both. What was refused counts for none. race: that of the first launch with one, or None.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.launches = 0
         self.wild: WildAccess | None = None
         self._named = [_Extent(name, tensor) for name, tensor in named.items()]
-        self._accesses: dict[str, list[tuple[int, np.ndarray]]] = {"load": [], "store": []}
+        self._accesses: dict[str, list[_Access]] = {"load": [], "store": []}
+        self._race: Race | None = None
+        self._ended = {"load": 0, "store": 0}  # how many accesses belong to launches that were looked at for races
+        self._atomic = False  # whether the current launch has an atomic access
         self._sets: dict[str, tuple[int, dict[str, np.ndarray]]] = {}
         self._arguments: list[_Extent] = []
         self._origins: dict[int, tuple[Any, _Extent]] = {}  # by id of a pointer type, kept so that the id stays taken
@@ -139,7 +150,7 @@ class Trace:
         known = self._sets.get(kind)
         if known is None or known[0] != len(accesses):
             by_size: dict[int, list[np.ndarray]] = {}
-            for size, addresses in accesses:
+            for size, addresses, _ in accesses:
                 by_size.setdefault(size, []).append(addresses)
             distinct = {size: np.unique(np.concatenate(arrays)) for size, arrays in by_size.items()}
             sets = {extent.name: _offsets(extent, distinct) for extent in self._named}
@@ -148,6 +159,7 @@ class Trace:
 
     def _launch(self, arguments: dict[str, Any]) -> dict[int, _Extent]:
         """Starts a launch; returns the extent of every tensor among the arguments by the id of its object."""
+        self._end_launch()
         self.launches += 1
         tensors = [pair for name, value in arguments.items() for pair in _tensors(name, value)]
         # triton.reinterpret wraps a tensor as its `base`.
@@ -181,21 +193,128 @@ class Trace:
                 self.wild = self.wild or wild
                 raise wild
         if kind != "store":
-            self._accesses["load"].append((size, active))
+            self._accesses["load"].append((size, active, program))
         if kind != "load":
-            self._accesses["store"].append((size, active))
+            self._accesses["store"].append((size, active, program))
+        if kind == "atomic":
+            self._atomic = True
+
+    @property
+    def race(self) -> Race | None:
+        self._end_launch()
+        return self._race
+
+    def _end_launch(self) -> None:
+        """Looks for a race in the accesses since this was called last."""
+        stores, loads = (self._accesses[kind][self._ended[kind] :] for kind in ("store", "load"))
+        self._ended = {kind: len(accesses) for kind, accesses in self._accesses.items()}
+        if self._race is None and not self._atomic:
+            found = _write_write(stores) or _write_read(stores, loads)
+            if found is not None:
+                kind, programs, addresses = found
+                first = addresses[:1]
+                origin = next((extent for extent in self._arguments if extent.inside(first, 1)[0]), None)
+                extent = self._extent_of(int(first[0]), 1, origin)
+                if extent is not None:
+                    index = (addresses - np.uint64(extent.base)).astype(np.int64) // extent.itemsize
+                    elements = len(np.unique(index[index * extent.itemsize < extent.span]))
+                    self._race = Race(kind, programs, extent.name, int(index[0]), elements)
+        self._atomic = False
 
     def _place(self, address: int, size: int, origin: _Extent | None) -> tuple[str, int]:
+        extent = self._extent_of(address, size, origin)
+        if extent is None:
+            return "(a launch without tensors)", address
+        offset = (address - extent.base + 2**63) % 2**64 - 2**63  # below address 0 a pointer wraps to the top
+        return extent.name, offset // extent.itemsize
+
+    def _extent_of(self, address: int, size: int, origin: _Extent | None) -> _Extent | None:
+        """The tensor that a person would say an address belongs to; None in a launch without tensors."""
         if origin is None:
             alike = [extent for extent in self._arguments if extent.itemsize == size] or self._arguments
             if not alike:
-                return "(a launch without tensors)", address
+                return None
             origin = min(alike, key=lambda extent: extent.distance(address))
         whole = [extent for extent in self._named if extent.base == origin.base]
         parts = [extent for extent in self._named if extent.base < origin.base < extent.base + extent.span]
-        named = (whole or parts or [origin])[0]
-        offset = (address - named.base + 2**63) % 2**64 - 2**63  # below address 0 a pointer wraps to the top
-        return named.name, offset // named.itemsize
+        return (whole or parts or [origin])[0]
+
+
+_Programs = tuple[tuple[int, int, int], tuple[int, int, int]]
+
+
+def _write_write(stores: list[_Access]) -> tuple[str, _Programs, np.ndarray] | None:
+    """The addresses (of bytes or wider, ascending) that two programs store to, and two of those that share the first.
+
+    What lies apart needs no sorting: only where the bounds of two programs' stores overlap are addresses compared.
+    """
+    bounds = sorted((int(at.min()), int(at.max()) + size, program) for size, at, program in stores)
+    end: int = 0
+    owner: tuple[int, int, int] | None = None
+    for low, high, program in bounds:
+        if low < end and program != owner:
+            break
+        if high > end:
+            end, owner = high, program
+    else:
+        return None
+    ids, addresses, programs = _spread(stores, _unit(stores))
+    order = np.lexsort((programs, addresses))
+    addresses, programs = addresses[order], programs[order]
+    shared = (addresses[1:] == addresses[:-1]) & (programs[1:] != programs[:-1])
+    if not shared.any():
+        return None
+    first = int(shared.argmax())
+    return "store", (ids[programs[first]], ids[programs[first + 1]]), np.unique(addresses[1:][shared])
+
+
+def _write_read(stores: list[_Access], loads: list[_Access]) -> tuple[str, _Programs, np.ndarray] | None:
+    """The same for addresses that one program stores to and another loads. No two programs store to one address."""
+    if not stores or not loads:
+        return None
+    low = min(int(at.min()) for _, at, _ in stores)
+    high = max(int(at.max()) + size for size, at, _ in stores)
+    bottom, top = np.uint64(max(low - 7, 0)), np.uint64(high)  # a load of 8 bytes may begin 7 below
+    read = np.concatenate([at for _, at, _ in loads])
+    if not ((read >= bottom) & (read < top)).any():
+        return None
+    near = [(size, at[(at >= bottom) & (at < top)], program) for size, at, program in loads]
+    unit = _unit([*stores, *near])
+    writers, written, wrote = _spread(stores, unit)
+    readers, read, reads = _spread(near, unit)
+    order = written.argsort(kind="stable")
+    written, wrote = written[order], wrote[order]
+    place = written.searchsorted(read).clip(max=len(written) - 1)
+    # Programs are numbered within each list; `same` says which reader is which writer.
+    same = np.array([writers.index(program) if program in writers else -1 for program in readers])
+    shared = (written[place] == read) & (wrote[place] != same[reads])
+    if not shared.any():
+        return None
+    first = np.lexsort((reads[shared], read[shared]))[0]
+    programs = writers[wrote[place][shared][first]], readers[reads[shared][first]]
+    return "load", programs, np.unique(read[shared])
+
+
+def _unit(accesses: list[_Access]) -> int:
+    """The largest power of two that divides all addresses and sizes: the granularity at which they can be compared."""
+    bits = 0
+    for size, addresses, _ in accesses:
+        bits |= size | int(np.bitwise_or.reduce(addresses))
+    return bits & -bits
+
+
+def _spread(accesses: list[_Access], unit: int) -> tuple[list[tuple[int, int, int]], np.ndarray, np.ndarray]:
+    """The ids of the programs, ascending; then the address of every `unit` bytes accessed and whose place in the ids
+    accessed it."""
+    ids = sorted({program for *_, program in accesses})
+    number = {program: place for place, program in enumerate(ids)}
+    addresses, programs = [], []
+    for size, at, program in accesses:
+        if size > unit:
+            at = (at[:, None] + np.arange(0, size, unit, dtype=np.uint64)).reshape(-1)
+        addresses.append(at)
+        programs.append(np.full(len(at), number[program]))
+    return ids, np.concatenate(addresses), np.concatenate(programs)
 
 
 def _offsets(extent: _Extent, distinct: dict[int, np.ndarray]) -> np.ndarray:

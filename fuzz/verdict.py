@@ -23,9 +23,9 @@ class Verdict:
     """What came of one case.
 
     kind: pass, violation, not repeatable, unsupported, oracle disagreement. invariant, violation: the one that is
-    named, for a violation. also: the ids of the others that the case breaks. judged: the ids that were asked. loose:
-    the tolerance says little about this case. runs: of the kernel. reason: a sentence, for the kinds that have no
-    violation.
+    named, for a violation. also: the ids of the others that the case breaks. judged: the ids that were asked, relations
+    only where the case paid for them. loose: the tolerance says little about this case. runs: of the kernel. reason: a
+    sentence, for the kinds that have no violation.
     """
 
     kind: str
@@ -41,6 +41,16 @@ class Verdict:
     def named(self) -> str:
         """The id of the invariant that is named, or the kind."""
         return self.invariant.id if self.invariant else self.kind
+
+    @property
+    def rank(self) -> int:
+        """How specific the named violation is; the lowest is the most. Only for violations."""
+        assert self.invariant is not None and self.violation is not None
+        return _rank(self.invariant, self.violation)
+
+
+def _rank(invariant: Invariant, violation: Violation) -> int:
+    return invariant.rank if violation.rank is None else violation.rank
 
 
 class _Runs:
@@ -100,7 +110,8 @@ class Judge:
     def verdict(self, case: Case, asked: tuple[str, ...] | None = None) -> Verdict:
         """Judge a case.
 
-        Invariants without a second run are always asked, relations if the case pays for them. As soon as one is
+        Invariants without a second run are always asked, relations if the case pays for them, and those that have
+        something to say without one (`Invariant.always`) without their twins if it does not. As soon as one is
         violated all are asked, and the most specific one is named; with `asked` only those ids are, and the first
         violated one of the lowest rank is named.
         """
@@ -121,12 +132,14 @@ class Judge:
         except OracleDisagreement as fault:
             return Verdict(DISAGREEMENT, reason=str(fault))
         applicable = [item for item in self.invariants if item.applies(case, declared)]
-        first = [item for item in applicable if not item.relation or item.id in case.relations]
+        paid = {item for item in applicable if not item.relation or item.id in case.relations}
+        first = [item for item in applicable if item in paid or item.always]
         if asked is not None:
             first = [item for item in applicable if item.id in asked]
+            paid = set(first)
         violated: dict[Invariant, Violation] = {}
         for item in first:
-            found = self._ask(item, case, runs)
+            found = self._ask(item, case, runs, with_twins=item in paid)
             if found is not None:
                 violated[item] = found
                 if asked is None:
@@ -137,15 +150,15 @@ class Judge:
                 if found is not None:
                     violated[item] = found
         loose = bool(getattr(answer(case, declared), "loose", False))
-        judged = tuple(item.id for item in first)
+        judged = tuple(item.id for item in first if item in paid)
         if not violated:
             return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
-        named = min(violated, key=lambda item: item.rank)
+        named = min(violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
         return Verdict(VIOLATION, named, violated[named], also, judged, loose, runs.count)
 
-    def _ask(self, item: Invariant, case: Case, runs: _Runs) -> Violation | None:
-        twins = item.twins(case, self.kernel.declared)
+    def _ask(self, item: Invariant, case: Case, runs: _Runs, with_twins: bool = True) -> Violation | None:
+        twins = item.twins(case, self.kernel.declared) if with_twins else {}
         try:
             return item.judge(case, _Observations(runs, twins), self.kernel.declared)
         except InvalidCase:

@@ -178,6 +178,26 @@ def stray_change(case: Any, run: Observation) -> Violation | None:
     return None
 
 
+def stray_store(case: Any, run: Observation) -> Violation | None:
+    """The first traced store to an element outside the addressed slots. Where memory is as it was, it has put back the
+    bits that lay there: whoever writes there meanwhile, the next owner of a slot say, loses what it wrote."""
+    for name, stored in (run.stores or {}).items():
+        if not len(stored):
+            continue
+        tensor = arguments_of(case).tensors[name]
+        elements = stored + tensor.offset
+        stray = elements[~np.isin(elements, addressed(case, tensor.buffer.name))]
+        if len(stray):
+            many = f"{len(stray)} elements" if len(stray) > 1 else "1 element"
+            return Violation(
+                f"a store to {many} that the call must leave alone; the bits are the same afterwards, but the store "
+                "happens, and undoes what another program or stream writes there meanwhile",
+                "nothing but the addressed slots is stored to" if case.watched() else "the call stores to no input",
+                element_words(case, tensor.buffer.name, int(stray[0])),
+            )
+    return None
+
+
 def is_right(case: Any, run: Observation, declared: Declaration) -> bool:
     """Whether a run finished with the right answer and changed nothing else."""
     return run.finished and stray_change(case, run) is None and first_difference(case, run, declared) is None
@@ -213,21 +233,25 @@ def unfinished(twin: Observation, what: str) -> Violation:
     return Violation(f"{seen}, {what}", "it runs, as it does without that")
 
 
-def bits_differ(case: Any, run: Observation, twin: Observation, declared: Declaration, what: str) -> Violation | None:
+def bits_differ(
+    case: Any, run: Observation, twin: Observation, declared: Declaration, what: str, otherwise: str = "without that"
+) -> Violation | None:
     """Where the result of a twin that must equal the case's differs from it, or that only the case finished.
 
-    Bit for bit if the kernel is declared deterministic, else not at all (both are held to the bound by I4). Only for
-    operations whose result does not name blocks. Rows that are left untouched are not looked at.
+    what: of the twin, in words that end a sentence; otherwise: the case's own, the same way. Bit for bit if the kernel
+    is declared deterministic, else not at all (both are held to the bound by I4). Only for operations whose result does
+    not name blocks. Rows that are left untouched are not looked at.
     """
     if run.finished and not twin.finished:
         return unfinished(twin, what)
     if not run.finished or not declared.deterministic or run.same_result(twin):
         return None
     if run.output is None or twin.output is None:
-        return Violation(f"other bits in the cache {what}", "the same bits")
+        return _cache_differs(case, run, twin, what, otherwise)
     if run.output.bits.ndim != 3:
         t = int(np.flatnonzero(run.output.bits != twin.output.bits)[0])
-        return Violation(f"slot {twin.output.bits[t]} {what}", f"slot {run.output.bits[t]}", f"token {t}")
+        right = f"slot {run.output.bits[t]}, as {otherwise}"
+        return Violation(f"slot {twin.output.bits[t]} {what}", right, f"token {t}")
     differ = run.output.bits != twin.output.bits
     if declared.empty == "untouched":
         differ[[b for b, n in enumerate(case.context_lens) if n == 0]] = False
@@ -238,7 +262,24 @@ def bits_differ(case: Any, run: Observation, twin: Observation, declared: Declar
     values = [decode(item.output.bits[b, h, d : d + 1], item.output.dtype)[0] for item in (run, twin) if item.output]
     return Violation(
         f"out[{b}, {h}, {d}] = {values[1]:.9g} ({hex_bits(twin.output.bits[b, h, d], digits)}) {what}",
-        f"{values[0]:.9g} ({hex_bits(run.output.bits[b, h, d], digits)}), as without that",
+        f"{values[0]:.9g} ({hex_bits(run.output.bits[b, h, d], digits)}), as {otherwise}",
         f"sequence {b} (context length {case.context_lens[b]}), head {h}, dim {d}; "
         f"{int(differ.sum())} of {differ.size} elements differ",
     )
+
+
+def _cache_differs(case: Any, run: Observation, twin: Observation, what: str, otherwise: str) -> Violation:
+    """The first element of an addressed slot that two runs left with other bits."""
+    addressed = [t for t, slot in enumerate(case.slots) if slot >= 0]
+    for name, rows in run.watched.items():
+        for t, mine, theirs in zip(addressed, rows, twin.watched[name], strict=True):
+            wrong = np.flatnonzero(mine != theirs)
+            if len(wrong):
+                head, dim = divmod(int(wrong[0]), case.head_dim)
+                seen, right = (hex_bits(bits[wrong[0]], bits.dtype.itemsize * 2) for bits in (theirs, mine))
+                return Violation(
+                    f"{name} holds {seen} {what}",
+                    f"{right}, as {otherwise}",
+                    f"token {t}, {slot_words(case, case.slots[t])}, kv head {head}, dim {dim}",
+                )
+    return Violation(f"other bits in the cache {what}", f"the same bits as {otherwise}")

@@ -16,11 +16,15 @@ from pagefuzz.oracles.observation import Observation
 
 @dataclass(frozen=True)
 class Violation:
-    """What is wrong: what was seen, what is right, and the first place where they differ, in the words of the case."""
+    """What is wrong: what was seen, what is right, and the first place where they differ, in the words of the case.
+
+    rank: in place of the invariant's own, where this is more or less specific than what it finds otherwise.
+    """
 
     seen: str
     right: str
     where: str = ""
+    rank: int | None = None
 
 
 class InvariantViolated(AssertionError):
@@ -32,8 +36,10 @@ class Invariant(ABC):
 
     id: I1, I2, ...; what the reports, `Case.relations` and the mutants call it. statement: one line. operations: those
     that it speaks of; empty for all. relation: True if it needs a second run on every case; then only the cases that
-    draw it pay for it. rank: when a case breaks several invariants, the one with the lowest rank is named (10: nothing
-    else can be trusted; 20 to 60: a specific cause; 80 and up: something is wrong somewhere).
+    draw it pay for it. always: True for a relation that has something to say about the case's own run too: it is asked
+    of every case, and its twins are among the observations of those that pay. rank: when a case breaks several
+    invariants, the one with the lowest rank is named (10: nothing else can be trusted; 20 to 60: a specific cause; 80
+    and up: something is wrong somewhere).
 
     A subclass in a file of its own in this folder is found by itself.
     """
@@ -42,6 +48,7 @@ class Invariant(ABC):
     statement: ClassVar[str]
     operations: ClassVar[tuple[str, ...]] = ()
     relation: ClassVar[bool] = False
+    always: ClassVar[bool] = False
     rank: ClassVar[int] = 50
     exception: ClassVar[type[InvariantViolated]] = InvariantViolated
 

@@ -42,6 +42,31 @@ class Wild:
 
 
 @dataclass(frozen=True)
+class Race:
+    """Two programs of one launch that get in each other's way: what comes of it depends on which is first.
+
+    kind: "store", both write one address (with whatever bits), or "load", the first program writes what the second
+    reads, whichever ran first here. programs: their ids. tensor, index: the address, in elements from that tensor's
+    first; the lowest one of the launch. elements: how many elements of that tensor it happens to, between any programs.
+    """
+
+    kind: str
+    programs: tuple[tuple[int, int, int], tuple[int, int, int]]
+    tensor: str
+    index: int
+    elements: int
+
+    def __str__(self) -> str:
+        first, second = self.programs
+        element, many = f"element {self.index} of {self.tensor}", ""
+        if self.elements > 1:
+            many = f" ({self.elements} elements of {self.tensor} in all)"
+        if self.kind == "store":
+            return f"programs {first} and {second} both wrote {element}{many}"
+        return f"program {second} read {element}, which program {first} of the same launch wrote{many}"
+
+
+@dataclass(frozen=True)
 class Change:
     """Elements of one buffer that the run changed. `elements` count from the buffer's first element: a negative one or
     one past its end lies in a guard zone."""
@@ -67,7 +92,8 @@ class Observation:
     returned instead of what the contract says ("" if right). changes: by buffer. watched: for each buffer the bits of
     the element runs that the case asked to see afterwards. loads, stores: by tensor, the elements (from its first one)
     that traced launches read and wrote; None where accesses could not be traced. touched: by buffer, the runs of bytes
-    (first, last) of untouched memory that something looked at.
+    (first, last) of untouched memory that something looked at. race: the first one of the traced launches; a launch
+    with an atomic access is left out, since locks and counters order what its programs do.
     """
 
     raised: Raised | None = None
@@ -79,6 +105,7 @@ class Observation:
     loads: dict[str, np.ndarray] | None = None
     stores: dict[str, np.ndarray] | None = None
     touched: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    race: Race | None = None
 
     @property
     def finished(self) -> bool:

@@ -62,7 +62,8 @@ class Case(ABC):
     """What every case has.
 
     seed: of the values. relations: the invariants with a second run that this case pays for, by id. fault: what of the
-    contract is broken on purpose, for I16 ("" for nothing).
+    contract is broken on purpose, for I16 ("" for nothing). order: in which the programs of an interpreted launch run:
+    0 ascending, 1 descending, any other number the seed of a shuffle.
     """
 
     operation: ClassVar[str]
@@ -72,6 +73,7 @@ class Case(ABC):
     seed: Seed = 0
     relations: tuple[Name, ...] = ()
     fault: Name = ""
+    order: Seed = 0
 
     def check(self) -> None:
         """Raise InvalidCase, in one sentence, where the case contradicts itself or the contract."""
@@ -84,8 +86,7 @@ class Case(ABC):
         """The tensors and numbers of the call."""
 
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
-        """What the call must write: by tensor, its buffer and int64[tokens, elements], the elements of that buffer where
-        each token goes."""
+        """What the call must write: by tensor, its buffer, and int64[tokens, elements], where in it each token goes."""
         return {}
 
     def beyond(self, declared: Declaration) -> str:
@@ -98,10 +99,14 @@ class Case(ABC):
 
     def features(self) -> frozenset[str]:
         """Words for what the layout holds; the summary counts them."""
-        return frozenset()
+        return frozenset({"programs in another order"} if self.order else ())
 
     def simpler(self) -> Iterator[Self]:
         """Cases that a person would find simpler, the boldest steps first."""
+        if self.order:
+            yield replace(self, order=0)
+        if self.order > 1:
+            yield replace(self, order=1)
         if self.seed:
             yield replace(self, seed=0)
 
@@ -117,9 +122,9 @@ class Case(ABC):
         """The same case with ids of owned blocks in every table tail, or None where there is no tail."""
         return None
 
-    @abstractmethod
     def lines(self) -> list[str]:
         """The layout drawn as text."""
+        return [f"the programs of each launch run {order_words(self.order)}"] if self.order else []
 
     @abstractmethod
     def shapes(self) -> str:
@@ -136,6 +141,11 @@ class Case(ABC):
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def order_words(order: int) -> str:
+    """A `Case.order` in words: in ascending order."""
+    return {0: "in ascending order", 1: "in descending order"}.get(order, f"in an order shuffled by the seed {order}")
 
 
 @lru_cache(maxsize=4)

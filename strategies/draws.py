@@ -20,6 +20,7 @@ BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
 SEEDS = st.integers(0, 2**16)
+ORDERS = st.sampled_from((0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4))  # of programs; `Case.order`
 
 assert set(POISON_ORDER) == set(POISONS) and set(FRESH_ORDER) == set(FRESH) and set(FINITE_POISONS) < set(POISONS)
 

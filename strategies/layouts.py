@@ -141,7 +141,7 @@ class Paged(Case):
         ):
             if holds:
                 words.add(word)
-        return frozenset(words)
+        return super().features() | words
 
     def is_far(self) -> bool:
         """Whether some owned element lies 2^31 elements or more into its cache."""
@@ -317,7 +317,7 @@ class Paged(Case):
         return replace(self, block_size=block_size, num_blocks=max(next_id, 1)).fitted(rows, width)
 
     def lines(self) -> list[str]:
-        drawn = [f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
+        drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
         for b, row in enumerate(self.sequences):
             pages = []
             for page, block in enumerate(row.blocks):

@@ -489,4 +489,5 @@ def cases(
         values=draw(st.sampled_from(DRAWN_VALUES)),
         seed=draw(draws.SEEDS),
         relations=draw(draws.some_of(relations)),
+        order=draw(draws.ORDERS),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -252,7 +253,11 @@ class ReshapeAndCacheCase(WithCaches):
         )
 
     def lines(self) -> list[str]:
-        drawn = [f"pool of {self.num_blocks} blocks, {self.block_size} slots each", *self.layout_lines()]
+        drawn = [
+            *super().lines(),
+            f"pool of {self.num_blocks} blocks, {self.block_size} slots each",
+            *self.layout_lines(),
+        ]
         for t, slot in enumerate(self.slots):
             place = f"block {slot // self.block_size}, offset {slot % self.block_size}" if slot >= 0 else "padding"
             drawn.append(f"token {t}: slot {slot}  ({place})")
@@ -391,4 +396,5 @@ def cases(
         fresh=draw(st.sampled_from(draws.FRESH_ORDER)),
         seed=draw(draws.SEEDS),
         relations=draw(draws.some_of(relations)),
+        order=draw(draws.ORDERS),
     )

@@ -209,4 +209,5 @@ def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tup
         token_dtype=draw(st.sampled_from(declared.index_dtypes)),
         seed=0,
         relations=draw(draws.some_of(relations)),
+        order=draw(draws.ORDERS),
     )

@@ -18,7 +18,18 @@ FRESH = ("nan", "infinity", "minus_infinity", "zeros", "largest", "smallest", "t
 # For kernels that declare unowned="finite": numbers whose products stay finite too.
 MODEST_POISONS = ("zeros", "tenant", "smallest")
 
-_ROLES = {"q": 1, "k": 2, "v": 3, "key": 4, "value": 5, "tenant": 6, "k_cache": 7, "v_cache": 8, "kv_cache": 9}
+_ROLES = {
+    "q": 1,
+    "k": 2,
+    "v": 3,
+    "key": 4,
+    "value": 5,
+    "tenant": 6,
+    "k_cache": 7,
+    "v_cache": 8,
+    "kv_cache": 9,
+    "order": 10,
+}
 
 
 def counter_hash(seed: int, role: str, counters: np.ndarray) -> np.ndarray:
