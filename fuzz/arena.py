@@ -112,7 +112,7 @@ class Arena(ABC):
                 found[name] = []
                 for elements in rows:
                     first, last = int(elements.min()), int(elements.max())
-                    bits = self._read(start + first * itemsize, (last - first + 1) * itemsize).view(storage)
+                    bits: np.ndarray = self._read(start + first * itemsize, (last - first + 1) * itemsize).view(storage)
                     found[name].append(bits[elements - first])
         return found
 

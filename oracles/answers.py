@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -252,20 +252,70 @@ def bits_differ(
         t = int(np.flatnonzero(run.output.bits != twin.output.bits)[0])
         right = f"slot {run.output.bits[t]}, as {otherwise}"
         return Violation(f"slot {twin.output.bits[t]} {what}", right, f"token {t}")
-    differ = run.output.bits != twin.output.bits
-    if declared.empty == "untouched":
-        differ[[b for b, n in enumerate(case.context_lens) if n == 0]] = False
-    if not differ.any():
+    rows = range(len(case.context_lens))
+    return rows_differ(case, run, twin, rows, declared, what, otherwise)
+
+
+def rows_differ(
+    case: Any,
+    run: Observation,
+    twin: Observation,
+    rows: Iterable[int],
+    declared: Declaration,
+    what: str,
+    otherwise: str = "without that",
+) -> Violation | None:
+    """The first place where an attention twin has other bits than the case; its row i is the case's sequence rows[i].
+
+    Both must have finished. Rows that are left untouched are not looked at.
+    """
+    assert run.output is not None and twin.output is not None
+    for place, b in enumerate(rows):
+        n = case.context_lens[b]
+        if n == 0 and declared.empty == "untouched":
+            continue
+        mine, theirs = run.output.bits[b], twin.output.bits[place]
+        if np.array_equal(mine, theirs):
+            continue
+        differ = mine != theirs
+        h, d = (int(i) for i in np.argwhere(differ)[0])
+        digits = mine.dtype.itemsize * 2
+        seen, right = (
+            f"{decode(bits[h, d : d + 1], run.output.dtype)[0]:.9g} ({hex_bits(bits[h, d], digits)})"
+            for bits in (theirs, mine)
+        )
+        return Violation(
+            f"sequence {b} {what}: out[{h}, {d}] = {seen}",
+            f"{right}, as {otherwise}; they differ {_how_far(mine[h, d], theirs[h, d])}",
+            f"sequence {b} (context length {n}), head {h}, dim {d}; {int(differ.sum())} of {differ.size} elements differ",
+        )
+    return None
+
+
+def _how_far(left: Any, right: Any) -> str:
+    """How far two floats of one dtype are apart, told by their bits."""
+    sign = 1 << (left.dtype.itemsize * 8 - 1)
+    places = [int(bits) if int(bits) < sign else sign - int(bits) for bits in (left, right)]
+    apart = abs(places[0] - places[1])
+    if apart == 0:
+        return "in the sign of zero"
+    return "in the last bit" if apart == 1 else f"by {apart} units in the last place"
+
+
+def blamed(
+    case: Any, run: Observation, twin: Any, observed: Callable[[], Observation], declared: Declaration, how: str
+) -> Violation | None:
+    """What is wrong with a run, if its twin is right: then what the twin does otherwise is the cause.
+
+    observed: gives the twin's run, and is only called where the case's own is wrong. how: the twin is, in words.
+    """
+    if is_right(case, run, declared) or not is_right(twin, observed(), declared):
         return None
-    b, h, d = (int(i) for i in np.argwhere(differ)[0])
-    digits = run.output.bits.dtype.itemsize * 2
-    values = [decode(item.output.bits[b, h, d : d + 1], item.output.dtype)[0] for item in (run, twin) if item.output]
-    return Violation(
-        f"out[{b}, {h}, {d}] = {values[1]:.9g} ({hex_bits(twin.output.bits[b, h, d], digits)}) {what}",
-        f"{values[0]:.9g} ({hex_bits(run.output.bits[b, h, d], digits)}), as {otherwise}",
-        f"sequence {b} (context length {case.context_lens[b]}), head {h}, dim {d}; "
-        f"{int(differ.sum())} of {differ.size} elements differ",
-    )
+    seen, where = f"raised {run.raised}" if run.raised else str(run.wild or run.misreturned), ""
+    wrong = stray_change(case, run) or (first_difference(case, run, declared) if run.finished else None)
+    if wrong is not None:
+        seen, where = wrong.seen, wrong.where
+    return Violation(seen, f"the same result as {how}, where the kernel is right", where)
 
 
 def _cache_differs(case: Any, run: Observation, twin: Observation, what: str, otherwise: str) -> Violation:

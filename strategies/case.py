@@ -69,6 +69,7 @@ class Case(ABC):
     operation: ClassVar[str]
     faults: ClassVar[tuple[str, ...]] = ()
     value_faults: ClassVar[tuple[str, ...]] = ()
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype",)
 
     seed: Seed = 0
     relations: tuple[Name, ...] = ()

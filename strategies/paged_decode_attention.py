@@ -74,6 +74,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         "owned block negative",
     )
 
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype", "length_dtype")
+
     group_size: Size = 1
     scale: float = 1.0
     q_padding: Padding = 0
@@ -411,7 +413,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         return replace(self, sequences=tuple(rows), num_blocks=free, tokens_of=self.page_labels())
 
     def contiguous(self) -> Self:
-        return replace(super().contiguous(), q_padding=0, table_padding=0)
+        """Contiguous caches and queries. The table keeps its stride: what lies in its gaps is a tail for I2."""
+        return replace(super().contiguous(), q_padding=0)
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()

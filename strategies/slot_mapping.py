@@ -43,6 +43,8 @@ class SlotMappingCase(Paged):
     )
     value_faults: ClassVar[tuple[str, ...]] = ("position past the table", "seq_id past the batch", "seq_id negative")
 
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype", "token_dtype")
+
     tokens: tuple[Token, ...] = ()
     token_dtype: Name = "int64"
 
