@@ -53,6 +53,14 @@ class CacheLayout:
 
 
 CONTIGUOUS = CacheLayout()
+# Layouts that a kernel which does not declare them rejects or gets right; no declaration covers the last one.
+LAYOUT_FAULTS = {
+    "HND caches": CacheLayout(HND),
+    "caches in one tensor": CacheLayout("N2SHD"),
+    "caches with gaps between blocks": CacheLayout(NHD, (1, 0, 0, 0)),
+    "caches with gaps between kv heads": CacheLayout(NHD, (0, 0, 1, 0)),
+    "caches with their last dim strided": CacheLayout(NHD, (0, 0, 0, 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,22 @@ class WithCaches(WithFloats):
         )
 
     def beyond(self, declared: Declaration) -> str:
-        kind = self.cache_kind()
-        supported = kind in declared.cache_layouts or ("strided" in declared.cache_layouts and kind != "")
-        return super().beyond(declared) or first_beyond((supported, f"{kind or 'dim-strided'} caches"))
+        said = f"{self.cache_kind() or 'dim-strided'} caches"
+        return super().beyond(declared) or first_beyond((self._layouts_declared(declared), said))
+
+    def _layouts_declared(self, declared: Declaration) -> bool:
+        kind, layouts = self.cache_kind(), declared.cache_layouts
+        return kind in layouts or ("strided" in layouts and kind != "")
+
+    def broken(self, fault: str, declared: Declaration) -> Self:
+        if fault not in LAYOUT_FAULTS:
+            return super().broken(fault, declared)
+        twin = replace(self, k_layout=LAYOUT_FAULTS[fault], v_layout=LAYOUT_FAULTS[fault])
+        same = all(size == 1 for size in (self.num_blocks, self.block_size, self.num_kv_heads))
+        require(not twin._layouts_declared(declared) and not same, f"{fault} are within the declaration")
+        twin.check()
+        twin.arguments()
+        return twin
 
     def caches(self) -> dict[str, Cache]:
         """Where k_cache and v_cache lie."""

@@ -86,6 +86,13 @@ class Case(ABC):
     def arguments(self) -> Arguments:
         """The tensors and numbers of the call."""
 
+    def broken(self, fault: str, declared: Declaration) -> Self:
+        """The case with one of its faults. Raises InvalidCase where it has nothing to break in that way."""
+        twin = replace(self, fault=fault)
+        twin.check()
+        twin.arguments()
+        return twin
+
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
         """What the call must write: by tensor, its buffer, and int64[tokens, elements], where in it each token goes."""
         return {}

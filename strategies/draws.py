@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.case import InvalidCase
-from pagefuzz.strategies.number_formats import STORAGE, decode
-from pagefuzz.strategies.tensors import Tensor
+from pagefuzz.strategies.number_formats import FORMATS, STORAGE, decode
+from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
 from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
 
 # Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
@@ -72,3 +72,19 @@ def recast(tensor: Tensor, dtype: str) -> None:
 def poke(tensor: Tensor, element: int, value: int) -> None:
     """Put `value` at `element` of a small integer tensor's buffer; a fault for I16."""
     tensor.buffer.pieces[0][1][element] = value
+
+
+def respaced(tensor: Tensor, dim: int) -> Tensor:
+    """A small tensor with the same elements, and as much poison behind each entry of `dim` as the entry is long; a fault
+    for I16. Raises InvalidCase where that would be no other layout."""
+    if tensor.shape[dim] < 2 or 0 in tensor.shape:
+        raise InvalidCase(f"{tensor.name} has no two entries in dim {dim} to put apart")
+    strides = list(row_major(tensor.shape))
+    strides[: dim + 1] = [2 * stride for stride in strides[: dim + 1]]
+    index = np.indices(tensor.shape).reshape(len(tensor.shape), -1)
+    ((start, bits),) = tensor.buffer.pieces
+    spread = Buffer(tensor.name, tensor.buffer.dtype, strides[0] * tensor.shape[0])
+    full = np.full(spread.size, FORMATS[spread.dtype].nan if spread.dtype in FORMATS else 99999, dtype=bits.dtype)
+    full[np.array(strides) @ index] = bits[tensor.offset - start + np.array(tensor.strides) @ index]
+    spread.pieces.append((0, full))
+    return Tensor(tensor.name, spread, tensor.shape, tuple(strides))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
-from pagefuzz.strategies.cache_layouts import WithCaches, cache_layouts
+from pagefuzz.strategies.cache_layouts import LAYOUT_FAULTS, WithCaches, cache_layouts
 from pagefuzz.strategies.case import (
     MAX_ELEMENTS,
     MAX_PRODUCTS,
@@ -66,6 +66,11 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         "block_tables as floats",
         "block_tables one row short",
         "context_lens as floats",
+        "q with its last dim strided",
+        "q with strided heads",
+        "context_lens with a stride",
+        "block_tables with strided columns",
+        *LAYOUT_FAULTS,
     )
     value_faults: ClassVar[tuple[str, ...]] = (
         "context length past the table",
@@ -340,6 +345,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             draws.recast(table, "float32")
         elif self.fault == "context_lens as floats":
             draws.recast(lengths, "float32")
+        elif self.fault == "q with its last dim strided":
+            arguments["q"] = draws.respaced(tensors["q"], 2)
+        elif self.fault == "q with strided heads":
+            arguments["q"] = draws.respaced(tensors["q"], 1)
+        elif self.fault == "context_lens with a stride":
+            arguments["context_lens"] = draws.respaced(lengths, 0)
+        elif self.fault == "block_tables with strided columns":
+            arguments["block_tables"] = draws.respaced(table, 1)
         elif self.fault == "context length past the table":
             draws.poke(lengths, b, self.width * self.block_size + 1)
         elif self.fault == "negative context length":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
-from pagefuzz.strategies.cache_layouts import WithCaches, cache_layouts
+from pagefuzz.strategies.cache_layouts import LAYOUT_FAULTS, WithCaches, cache_layouts
 from pagefuzz.strategies.case import (
     FAR_ELEMENTS,
     MAX_ELEMENTS,
@@ -55,6 +55,10 @@ class ReshapeAndCacheCase(WithCaches):
         "v_cache with another block size",
         "k_cache with fewer heads",
         "key with its last dim strided",
+        "key with strided heads",
+        "value with its last dim strided",
+        "slot_mapping with a stride",
+        *LAYOUT_FAULTS,
     )
     value_faults: ClassVar[tuple[str, ...]] = ("slot past the pool", "the same slot twice")
 
@@ -191,12 +195,13 @@ class ReshapeAndCacheCase(WithCaches):
             cache.shape = (self.num_blocks, self.block_size, self.num_kv_heads - 1, self.head_dim)
             cache.strides = row_major(cache.shape)
         elif self.fault == "key with its last dim strided":
-            require(self.head_dim > 1 and self.rows > 0, f"fault={self.fault!r} needs two dims and a token")
-            bits = np.repeat(self.token_bits("key"), 2, axis=1)
-            wide = padded_rows("key", self.dtype, bits, (self.num_kv_heads, 2 * self.head_dim))
-            arguments["key"] = Tensor(
-                "key", wide.buffer, key.shape, (2 * self.row, 2 * self.head_dim, 2) if self.rows else key.strides
-            )
+            arguments["key"] = draws.respaced(key, 2)
+        elif self.fault == "key with strided heads":
+            arguments["key"] = draws.respaced(key, 1)
+        elif self.fault == "value with its last dim strided":
+            arguments["value"] = draws.respaced(tensors["value"], 2)
+        elif self.fault == "slot_mapping with a stride":
+            arguments["slot_mapping"] = draws.respaced(slots, 0)
         elif self.fault == "slot past the pool":
             draws.poke(slots, 0, self.num_blocks * self.block_size)
         elif self.fault == "the same slot twice":

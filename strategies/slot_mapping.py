@@ -40,6 +40,8 @@ class SlotMappingCase(Paged):
         "block_tables one-dimensional",
         "block_size 0",
         "block_size negative",
+        "block_tables with strided columns",
+        "positions with a stride",
     )
     value_faults: ClassVar[tuple[str, ...]] = ("position past the table", "seq_id past the batch", "seq_id negative")
 
@@ -105,6 +107,10 @@ class SlotMappingCase(Paged):
             table.shape, table.strides = (self.width,) if self.sequences else (0,), (1,)
         elif self.fault.startswith("block_size"):
             arguments["block_size"] = 0 if self.fault.endswith("0") else -self.block_size
+        elif self.fault == "block_tables with strided columns":
+            arguments["block_tables"] = draws.respaced(table, 1)
+        elif self.fault == "positions with a stride":
+            arguments["positions"] = draws.respaced(tensors["positions"], 0)
         elif self.fault == "position past the table":
             draws.poke(tensors["positions"], t, self.width * self.block_size)
         elif self.fault == "seq_id past the batch":
