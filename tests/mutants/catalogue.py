@@ -257,7 +257,10 @@ DECODES = (
     Mutant(
         "kv_head_of_the_group",
         "triton_paged_decode_attention",
-        (("((slot * KVH + kv_head) * D)[:, None]", "((slot * KVH + kv_head * GROUP % KVH) * D)[:, None]"),),
+        (
+            ("kv_head * K_HEAD_STRIDE", "(kv_head * GROUP % KVH) * K_HEAD_STRIDE"),
+            ("kv_head * V_HEAD_STRIDE", "(kv_head * GROUP % KVH) * V_HEAD_STRIDE"),
+        ),
         "flashinfer#2380: the kv head computed twice",
         "I5",
         lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 4,
