@@ -16,18 +16,7 @@ FINITE_POISONS = POISONS[4:]
 # For kernels that declare unowned="finite": numbers whose products stay finite too.
 MODEST_POISONS = ("zeros", "tenant", "smallest")
 
-_ROLES = {
-    "q": 1,
-    "k": 2,
-    "v": 3,
-    "key": 4,
-    "value": 5,
-    "tenant": 6,
-    "k_cache": 7,
-    "v_cache": 8,
-    "special": 9,
-    "order": 10,
-}
+_ROLES = {"q": 1, "k": 2, "v": 3, "key": 4, "value": 5, "tenant": 6, "k_cache": 7, "v_cache": 8, "order": 9}
 
 
 def counter_hash(seed: int, role: str, counters: np.ndarray) -> np.ndarray:
