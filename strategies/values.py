@@ -18,25 +18,14 @@ FRESH = ("nan", "infinity", "minus_infinity", "zeros", "largest", "smallest", "t
 # For kernels that declare unowned="finite": numbers whose products stay finite too.
 MODEST_POISONS = ("zeros", "tenant", "smallest")
 
-_ROLES = {
-    "q": 1,
-    "k": 2,
-    "v": 3,
-    "key": 4,
-    "value": 5,
-    "tenant": 6,
-    "k_cache": 7,
-    "v_cache": 8,
-    "kv_cache": 9,
-    "order": 10,
-}
+_ROLES = ("", "q", "k", "v", "key", "value", "tenant", "k_cache", "v_cache", "order", "kv_cache")
 
 
 def counter_hash(seed: int, role: str, counters: np.ndarray) -> np.ndarray:
     """uint64 hashes of uint64 counters (the finaliser of splitmix64, Steele et al. 2014, over a keyed counter)."""
     with np.errstate(over="ignore"):
         z = counters.astype(np.uint64) + np.uint64(
-            (seed * 0x9E3779B97F4A7C15 + _ROLES[role] * 0xD1342543DE82EF95) % 2**64
+            (seed * 0x9E3779B97F4A7C15 + _ROLES.index(role) * 0xD1342543DE82EF95) % 2**64
         )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -86,6 +86,7 @@ def test_as_many_cases_as_asked_for_and_few_twice(operation: str) -> None:
         *((operation, "offset past 2^31", 0.05) for operation in STRATEGIES),
         *((operation, "partial last page", 0.5) for operation in (SLOTS, DECODE)),
         *((operation, "garbage tail", 0.5) for operation in (SLOTS, DECODE)),
+        *((operation, "programs in another order", 0.15) for operation in STRATEGIES),
         (WRITE, "padded slots", 0.5),
         (WRITE, "T >= 2", 0.5),
     ],

@@ -113,6 +113,72 @@ def nested(x, out, index):
     tl.store(out, helper(x, index))
 
 
+@triton.jit
+def each(out, stride, extra, N: tl.constexpr):
+    """Program p stores N elements from out + p * stride on, and one at out + extra."""
+    p = tl.program_id(0)
+    tl.store(out + p * stride + tl.arange(0, N), p + tl.zeros([N], tl.float32))
+    tl.store(out + extra + p * (extra < 0), 1.0, mask=extra >= 0)
+
+
+@triton.jit
+def in_columns(out, COLUMNS: tl.constexpr, N: tl.constexpr, shift):
+    """Program (p, q) stores column q - shift of COLUMNS, N rows deep, of block p: interleaved with its neighbours."""
+    p, q = tl.program_id(0), tl.program_id(1)
+    at = out + p * COLUMNS * N + tl.arange(0, N) * COLUMNS + q - shift * (q == COLUMNS - 1)
+    tl.store(at, tl.zeros([N], tl.float32))
+
+
+@triton.jit
+def chain(out, step, first):
+    """Program p stores out[p] and loads out[p - step] from program `first` on."""
+    p = tl.program_id(0)
+    tl.store(out + p, 1.0)
+    tl.load(out + p - step, mask=p >= first)
+
+
+@triton.jit
+def load_after(x, out, index, N: tl.constexpr):
+    """Program 0 stores all of out[:N], program 1 loads x[index]."""
+    p = tl.program_id(0)
+    i = tl.arange(0, N)
+    tl.store(out + i, 2.0 + tl.zeros([N], tl.float32), mask=p + i < N * (p == 0))
+    tl.load(x + index, mask=p == 1)
+
+
+@triton.jit
+def twice(out):
+    p = tl.program_id(0)
+    tl.store(out + p, 1.0)
+    tl.store(out + p, tl.load(out + p) + 1.0)
+
+
+@triton.jit
+def bytes_and_words(out, byte):
+    """Program 0 stores the word at byte 4, program 1 a byte, program 2 loads the word at byte 16."""
+    p = tl.program_id(0)
+    word = (out + 4 + 12 * (p == 2)).to(tl.pointer_type(tl.int32))
+    tl.store(word, 7, mask=p == 0)
+    tl.store(out + byte, 1, mask=p == 1)
+    tl.load(word, mask=p == 2)
+
+
+@triton.jit
+def ticket(counter, out):
+    """Takes a number and writes it to the place of the program, and to out[0]."""
+    p = tl.program_id(0)
+    n = tl.atomic_add(counter, 1)
+    tl.store(out + p, n)
+    tl.store(out, n)
+
+
+@triton.jit
+def order_of(counter, out, Y: tl.constexpr, Z: tl.constexpr):
+    """out[i] = the i-th program."""
+    n = tl.atomic_add(counter, 1)
+    tl.store(out + n, (tl.program_id(0) * Y + tl.program_id(1)) * Z + tl.program_id(2))
+
+
 Seen = dict[str, Any]
 
 
@@ -132,7 +198,11 @@ def look(named: dict[str, torch.Tensor], kernel: Any, grid: tuple[int, ...], *ar
     sets = {
         kind: {name: offsets.tolist() for name, offsets in getattr(trace, kind).items()} for kind in ("loads", "stores")
     }
-    return {"wild": wild, "raised": raised, "launches": trace.launches, **sets}
+    race = None
+    if trace.race is not None:
+        at = trace.race
+        race = [at.kind, *map(list, at.programs), at.tensor, at.index, at.elements]
+    return {"wild": wild, "raised": raised, "launches": trace.launches, "race": race, **sets}
 
 
 def bits(value: float) -> int:
@@ -234,6 +304,46 @@ def scenarios() -> Iterator[tuple[str, Seen, Seen]]:
     seen = look({"x": x}, read_address, (1,), address[1:], x)
     yield "misaligned", seen, wild("load", "x", 2)
 
+    yield from races()
+
+
+def races() -> Iterator[tuple[str, Seen, Seen]]:
+    out, counts = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+    named = {"cache": out}
+
+    def race(kind: str, first: int, second: int, index: int, elements: int = 1, tensor: str = "cache") -> Seen:
+        return {"race": [kind, [first, 0, 0], [second, 0, 0], tensor, index, elements], "raised": False}
+
+    none: Seen = {"race": None, "raised": False}
+    yield "side by side", look(named, each, (4,), out, 8, -1, 8), none
+    yield "overlap", look(named, each, (3,), out, 7, -1, 8), race("store", 0, 1, 7, 2)
+    yield "all on one", look(named, each, (4,), out, 0, -1, 8), race("store", 0, 1, 0, 8)
+    yield "one more far away", look(named, each, (3,), out, 8, 63, 8), race("store", 0, 1, 63)
+    yield "one program", look(named, each, (1,), out, 0, 3, 8), none
+    yield "by parameter", look({}, each, (2,), out, 0, -1, 8), race("store", 0, 1, 0, 8, "out")
+    yield "a view", look({"cache": out[:40]}, each, (2,), out[16:], 4, -1, 8), race("store", 0, 1, 20, 4)
+    yield "interleaved", look(named, in_columns, (2, 4), out, 4, 8, 0), none
+    seen = look(named, in_columns, (2, 4), out, 4, 8, 1)
+    yield "the same column", seen, {"race": ["store", [0, 2, 0], [0, 3, 0], "cache", 2, 16]}
+    yield "reads its own", look(named, chain, (4,), out, 0, 0), none
+    yield "reads the one before", look(named, chain, (4,), out, 1, 1), race("load", 0, 1, 0, 3)
+    yield "reads the one after", look(named, chain, (4,), out, -1, 0), race("load", 1, 0, 1, 3)
+    yield "reads what no program wrote", look({"x": out, "y": out}, chain, (4,), out, -40, 0), none
+    yield "no launch reads", look({"x": out}, load_after, (2,), out[:8], out[16:], 3, 16), none
+    yield "the last it stored", look(named, load_after, (2,), out, out[16:], 31, 16), race("load", 0, 1, 31)
+    yield "one past what it stored", look(named, load_after, (2,), out, out[16:], 32, 16), none
+    yield "twice by itself", look(named, twice, (8,), out), none
+    raw = torch.zeros(32, dtype=torch.uint8)
+    for byte in range(32):
+        seen = look({"cache": raw}, bytes_and_words, (3,), raw, byte)
+        if 4 <= byte < 8:
+            yield f"a byte of a word, {byte}", seen, race("store", 0, 1, byte)
+        elif 16 <= byte < 20:
+            yield f"a byte of a word that is read, {byte}", seen, race("load", 1, 2, byte)
+        else:
+            yield f"a byte beside the words, {byte}", seen, none
+    yield "atomics", look({"x": counts}, ticket, (4,), counts[:1], counts[8:]), none
+
 
 def _installed() -> bool:
     from pagefuzz.fuzz import interpreter
@@ -304,6 +414,109 @@ def test_kernel_allocated_tensors_are_legal() -> None:
         copy[(1,)](workspace, out, 0, 16, 16)
     assert torch.equal(out, x) and trace.wild is None and trace.launches == 2
     assert trace.loads["x"].tolist() == list(range(16)) and trace.loads["x"].dtype == np.int64
+
+
+def test_two_launches_are_no_race_and_the_first_race_is_kept() -> None:
+    from pagefuzz.fuzz.tracer import traced
+
+    with traced({}) as trace:
+        workspace, out = torch.empty(16), torch.empty(64)
+        for _ in range(2):
+            each[(2,)](workspace, 8, -1, 8)
+            copy[(1,)](workspace, out, 0, 16, 16)
+        assert trace.race is None
+        each[(2,)](workspace, 0, -1, 8)
+        each[(3,)](out, 0, 5, 1)
+        assert trace.race is not None and trace.race.tensor == "out" and trace.race.elements == 8
+    first = trace.race
+    assert first.programs == ((0, 0, 0), (1, 0, 0)) and first.index == 0
+    assert str(first) == "programs (0, 0, 0) and (1, 0, 0) both wrote element 0 of out (8 elements of out in all)"
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def test_a_launch_with_an_atomic_is_left_out_and_the_next_is_not() -> None:
+    from pagefuzz.fuzz.tracer import traced
+
+    counter, out = torch.zeros(1, dtype=torch.int32), torch.zeros(16)
+    with traced({"out": out}) as trace:
+        ticket[(4,)](counter, torch.zeros(4, dtype=torch.int32))
+        assert trace.race is None
+        chain[(3,)](out, 1, 1)
+    assert str(trace.race) == (
+        "program (1, 0, 0) read element 0 of out, which program (0, 0, 0) of the same launch wrote (2 elements of out "
+        "in all)"
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_races_are_those_of_a_plain_search(seed: int) -> None:
+    """Random accesses of mixed sizes against a search byte by byte."""
+    from pagefuzz.fuzz.tracer import _write_read, _write_write
+
+    random = np.random.default_rng(seed)
+    sides: dict[str, Any] = {"store": [], "load": []}
+    touched: dict[str, dict[int, set[Any]]] = {"store": {}, "load": {}}
+    for _ in range(int(random.integers(1, 9))):
+        kind, program = ("store", "load")[int(random.integers(2))], (int(random.integers(3)), 0, 0)
+        size = int(2 ** random.integers(4))
+        at = random.integers(0, int(random.choice([40, 400])), int(random.integers(1, 6)))
+        at = at if seed % 2 else at // size * size
+        sides[kind].append((size, (at + 1000).astype(np.uint64), program))
+        for address in at.tolist():
+            for byte in range(size):
+                touched[kind].setdefault(1000 + address + byte, set()).add(program)
+    both = sorted(byte for byte, programs in touched["store"].items() if len(programs) > 1)
+    found = _write_write(sides["store"])
+    assert (found is None) == (not both)
+    if found is not None:
+        assert int(found[2][0]) == both[0] and set(found[1]) <= touched["store"][both[0]] and found[1][0] < found[1][1]
+        return
+    crossed = sorted(
+        byte
+        for byte, programs in touched["load"].items()
+        if byte in touched["store"] and programs - touched["store"][byte]
+    )
+    found = _write_read(sides["store"], sides["load"])
+    assert (found is None) == (not crossed)
+    if found is not None:
+        writer, reader = found[1]
+        assert int(found[2][0]) == crossed[0] and writer in touched["store"][crossed[0]]
+        assert reader == min(touched["load"][crossed[0]] - {writer})
+
+
+@pytest.mark.parametrize("grid", [(1,), (7,), (3, 4), (2, 3, 4)])
+def test_programs_run_in_the_order_asked_for(grid: tuple[int, ...]) -> None:
+    from pagefuzz.fuzz.order import in_order, permutation
+
+    count = int(np.prod(grid))
+    whole = (*grid, 1, 1)[:3]
+    orders = {}
+    before = builder_state()
+    for order in (0, 1, 2, 3, 2**32 - 1):
+        out = torch.full((count,), -1, dtype=torch.int32)
+        with in_order(order):
+            order_of[grid](torch.zeros(1, dtype=torch.int32), out, whole[1], whole[2])
+        orders[order] = out.tolist()
+        assert orders[order] == permutation(order, count) and sorted(orders[order]) == list(range(count))
+    assert orders[0] == list(range(count)) and orders[1] == orders[0][::-1]
+    assert count < 7 or len({tuple(each) for each in orders.values()}) == 5
+    assert builder_state() == before
+
+
+def test_an_order_is_the_same_everywhere() -> None:
+    from pagefuzz.fuzz.order import permutation
+
+    assert permutation(2, 8) == [0, 4, 3, 1, 2, 5, 7, 6]
+
+
+def test_races_name_the_programs_whatever_the_order() -> None:
+    from pagefuzz.fuzz.order import in_order
+
+    out = torch.zeros(64)
+    for order in (0, 1, 5):
+        with in_order(order):
+            assert look({"cache": out}, chain, (4,), out, 1, 1)["race"] == ["load", [0, 0, 0], [1, 0, 0], "cache", 0, 3]
+            assert look({"cache": out}, each, (3,), out, 0, -1, 2)["race"][1:3] == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_first_wild_access_wins_and_sets_follow() -> None:

@@ -89,6 +89,28 @@ WRITES = (
         "I16",
         lambda case: len(case.slots) <= 2 and case.num_kv_heads == 1,
     ),
+    Mutant(
+        "token_written_by_two_programs",
+        "triton_reshape_and_cache",
+        (('reshape_and_cache_kernel[(sizes["T"],)](', 'reshape_and_cache_kernel[(sizes["T"], 2)]('),),
+        "a grid of more programs than there is work for: the right token, written twice",
+        "I17",
+        lambda case: one_token(case) and case.slots == (0,) and case.order == 0,
+    ),
+    Mutant(
+        "key_put_back",
+        "triton_reshape_and_cache",
+        (
+            (
+                "    k = tl.load(key_ptr + token * key_stride + offs, mask=mask)\n",
+                "    k = tl.load(key_ptr + token * key_stride + offs, mask=mask)\n"
+                "    tl.store(key_ptr + token * key_stride + offs, k, mask=mask)\n",
+            ),
+        ),
+        "a store to an input, of the bits that lie there, which races with whoever reads it",
+        "I6",
+        lambda case: one_token(case) and case.slots == (0,),
+    ),
 )
 SLOTS = (
     Mutant(
@@ -276,6 +298,45 @@ DECODES = (
         "flashinfer#1912: state that survives a call",
         "I17",
         lambda case: len(case.sequences) == 1,
+    ),
+    Mutant(
+        "output_written_by_two_programs",
+        "triton_paged_decode_attention",
+        (('[(sizes["B"], sizes["KVH"])](', '[(sizes["B"], sizes["KVH"], 2)]('),),
+        "a grid of more programs than there is work for: the right output, written twice",
+        "I17",
+        lambda case: case.context_lens in ((0,), (1,)) and case.num_heads == case.head_dim == 1,
+    ),
+    Mutant(
+        "length_left_by_another_program",
+        "triton_paged_decode_attention",
+        (
+            ("    out_ptr,\n    q_ptr,\n", "    out_ptr,\n    n_ptr,\n    q_ptr,\n"),
+            ("        out,\n        q,\n", "        out,\n        torch.zeros_like(context_lens),\n        q,\n"),
+            (
+                "    n = tl.load(context_lens_ptr + b)\n",
+                "    if kv_head == 0:\n        tl.store(n_ptr + b, tl.load(context_lens_ptr + b))\n"
+                "    n = tl.load(n_ptr + b)\n",
+            ),
+        ),
+        "one program prepares what all others of its sequence read, and nothing makes them wait",
+        "I17",
+        lambda case: case.context_lens in ((0,), (1,)) and case.num_heads == 2 and case.head_dim == 1,
+    ),
+    Mutant(
+        "number_drawn_in_turn",
+        "triton_paged_decode_attention",
+        (
+            ("    out_ptr,\n    q_ptr,\n", "    out_ptr,\n    turn_ptr,\n    q_ptr,\n"),
+            ("        out,\n        q,\n", "        out,\n        torch.zeros_like(context_lens[:1]),\n        q,\n"),
+            (
+                "other=0.0).to(tl.float32) * scale",
+                "other=0.0).to(tl.float32) * (scale * (1 + 2.0**-18 * tl.atomic_add(turn_ptr, 1)))",
+            ),
+        ),
+        "what an atomic counter hands out depends on who comes first, and reaches the result",
+        "I17",
+        lambda case: len(case.sequences) * case.num_kv_heads == 2 and case.group_size == case.head_dim == 1,
     ),
     Mutant(
         "bfloat16_refused",
