@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar, Self
 
 import numpy as np
@@ -27,7 +28,7 @@ from pagefuzz.strategies.case import (
     smaller,
     with_size,
 )
-from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
+from pagefuzz.strategies.layouts import PAGE, Paged, context_length, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
 from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import MODEST_POISONS, counter_hash, dyadic, grid, poison_bits
@@ -345,55 +346,64 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             yield replace(self, scale=1.0)
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
-) -> PagedDecodeAttentionCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    dtype = draw(st.sampled_from(declared.dtypes))
-    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
-    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4)))
-    group_size = draw(draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    count = draw(st.sampled_from((2, 1, 3, 1, 2, 4, 2, 1, 3, 2, 1, 0, 2)))
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> st.SearchStrategy[PagedDecodeAttentionCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
     empty = declared.empty != "never"
-    # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
-    tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
-    most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
-    count = min(count, max(tokens // (block_size + 1), 1))
-    lengths = [draw(context_lengths(block_size, most, empty)) for _ in range(count)]
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    block_elements = block_size * num_kv_heads * head_dim
-    rows, num_blocks = draw(
-        sequences(
+    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
+    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, declared.index_dtypes)
+    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
+    # scales: 0 stands for 1 / sqrt(D)
+    dims = draws.one_of_each(draws.sizes(declared, "head_dims", draws.HEAD_DIMS), (0.0, 1.0, 0.0, 0.5, 0.125))
+    block_sizes = st.sampled_from(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    counts = draws.one_of_each((2,) * 10 + (1,) * 6 + (3,) * 5 + (4,) * 2 + (0,), (0, 0, 1, 3))
+    contents = draws.one_of_each(poisons, DRAWN_VALUES)
+    paddings = st.sampled_from(("none", "one", "none", "a head", "keys and values"))
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> PagedDecodeAttentionCase:
+        seed = draw(draws.SEEDS)
+        chance = Random(seed)
+        dtype, index_dtype, length_dtype = draw(dtypes)
+        num_kv_heads, group_size = draw(heads)
+        head_dim, scale = draw(dims)
+        block_size = draw(block_sizes)
+        count, table_padding = draw(counts)
+        # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
+        tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
+        most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
+        count = min(count, max(tokens // (block_size + 1), 1))
+        lengths = [context_length(chance, block_size, most, empty) for _ in range(count)]
+        rows, num_blocks = sequences(
+            draw,
+            chance,
             lengths,
             block_size,
-            block_elements,
+            block_size * num_kv_heads * head_dim,
             ITEMSIZE[dtype],
             limits,
-            declared,
             int32=index_dtype == "int32",
-            far=draw(draws.one_in(6)),
         )
-    )
-    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
-    return PagedDecodeAttentionCase(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        sequences=rows,
-        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
-        index_dtype=index_dtype,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        head_dim=head_dim,
-        scale=draw(st.sampled_from((head_dim**-0.5, 1.0, head_dim**-0.5, 0.5, 0.125))),
-        q_padding=draw(st.sampled_from((0, 1, 0, head_dim, 2 * num_kv_heads * head_dim)))
-        if declared.token_strides == "any"
-        else 0,
-        length_dtype=draw(st.sampled_from(declared.index_dtypes)),
-        dtype=dtype,
-        poison=draw(st.sampled_from(poisons)),
-        values=draw(st.sampled_from(DRAWN_VALUES)),
-        seed=draw(draws.SEEDS),
-        relations=draw(draws.some_of(relations)),
-    )
+        q_paddings = {"none": 0, "one": 1, "a head": head_dim, "keys and values": 2 * num_kv_heads * head_dim}
+        poison, values = draw(contents)
+        return PagedDecodeAttentionCase(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            sequences=rows,
+            table_padding=table_padding if declared.table_strides == "any" else 0,
+            index_dtype=index_dtype,
+            num_kv_heads=num_kv_heads,
+            group_size=group_size,
+            head_dim=head_dim,
+            scale=scale or head_dim**-0.5,
+            q_padding=q_paddings[draw(paddings)] if declared.token_strides == "any" else 0,
+            length_dtype=length_dtype,
+            dtype=dtype,
+            poison=poison,
+            values=values,
+            seed=seed,
+            relations=draws.some_of(draw, chance, relations),
+        )
+
+    return drawn()
