@@ -120,13 +120,19 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
 
     def token_ids(self, b: int) -> np.ndarray:
         """int64[n]: one number for each token that sequence b sees; a shared page's tokens are its first owner's."""
-        row = self.sequences[b]
+        row, owners = self.sequences[b], self.owners
         position = np.arange(row.context_len)
-        owner = np.array([self._first_owner(block, page) for page, block in enumerate(row.blocks)], dtype=np.int64)
+        owner = np.array([owners[block][0] for block in row.blocks], dtype=np.int64)
         return owner[position // self.block_size] * POSITIONS + position
 
-    def _first_owner(self, block: int, page: int) -> int:
-        return next(b for b, row in enumerate(self.sequences) if page < len(row.blocks) and row.blocks[page] == block)
+    @property
+    def owners(self) -> dict[int, tuple[int, int]]:
+        """Each owned block's first owner: the sequence and the page."""
+        found: dict[int, tuple[int, int]] = {}
+        for b, row in enumerate(self.sequences):
+            for page, block in enumerate(row.blocks):
+                found.setdefault(block, (b, page))
+        return found
 
     def key_values(self, tokens: np.ndarray) -> np.ndarray:
         """float64[len(tokens), KVH, D]: the keys of the given token ids."""
@@ -217,23 +223,20 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
     def _cache(self, name: str) -> Tensor:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
-        row = self.num_kv_heads * self.head_dim
+        blocks, owned, owners = self._filled_blocks(), self.owned, self.owners
+        bits = self._unowned(name, blocks)
         values = self.key_values if name == "k_cache" else self.value_values
-        owned = self.owned
-        for block in self._filled_blocks():
-            bits = self._unowned(name, block).reshape(self.block_size, row)
-            filled = owned.get(block, 0)
-            if filled:
-                b, page = next(
-                    (b, sequence.blocks.index(block))
-                    for b, sequence in enumerate(self.sequences)
-                    if block in sequence.blocks
-                )
-                tokens = b * POSITIONS + page * self.block_size + np.arange(self.block_size)
-                probing = self.values in PROBES
-                known = self.block_size if probing else filled
-                bits[:known] = encode(values(tokens[:known]), self.dtype).reshape(known, row)
-            buffer.pieces.append((block * self.block_elements(), bits.reshape(-1)))
+        mine = [place for place, block in enumerate(blocks) if block in owned]
+        if mine:
+            known = np.array([self.block_size if self.values in PROBES else owned[blocks[place]] for place in mine])
+            first = np.array([b * POSITIONS + page * self.block_size for b, page in (owners[blocks[p]] for p in mine)])
+            slot = np.arange(self.block_size)
+            at, slots = np.nonzero(slot < known[:, None])
+            tokens = first[at] + slots
+            bits[np.array(mine)[at], slots] = encode(values(tokens), self.dtype).reshape(len(tokens), -1)
+        buffer.pieces = [
+            (block * self.block_elements(), row.reshape(-1)) for block, row in zip(blocks, bits, strict=True)
+        ]
         return Tensor(name, buffer, shape, row_major(shape))
 
     def _filled_blocks(self) -> list[int]:
@@ -249,12 +252,13 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
                 near.add(block)
         return sorted(block for block in near if 0 <= block < self.num_blocks)
 
-    def _unowned(self, name: str, block: int) -> np.ndarray:
-        """The bits of a block before its owner's tokens are put in: poison."""
+    def _unowned(self, name: str, blocks: list[int]) -> np.ndarray:
+        """[len(blocks), block size, KVH * D] bits of blocks before their owners' tokens are put in: poison."""
+        shape = (len(blocks), self.block_size, self.num_kv_heads * self.head_dim)
         if self.values in PROBES:
-            return encode(np.full(self.block_elements(), 0.0 if name == "k_cache" else 8.0), self.dtype)
-        seed = int(counter_hash(self.seed, name, np.array([block], dtype=np.uint64))[0] & np.uint64(0xFFFF))
-        return poison_bits(self.poison, self.dtype, self.block_elements(), seed).copy()
+            return encode(np.full(shape, 0.0 if name == "k_cache" else 8.0), self.dtype)
+        seeds = counter_hash(self.seed, name, np.array(blocks, dtype=np.uint64)) & np.uint64(0xFFFF)
+        return poison_bits(self.poison, self.dtype, self.block_elements(), seeds).reshape(shape)
 
     def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
         """Break the contract as `fault` says."""
