@@ -162,9 +162,10 @@ class ReshapeAndCacheCase(WithFloats):
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
         elements = self.block_size * self.row
-        for block in self._filled_blocks():
-            counters = block * elements + np.arange(elements, dtype=np.uint64)
-            buffer.pieces.append((block * elements, copied_bits(self.values, self.seed, name, counters, self.dtype)))
+        starts = [block * elements for block in self._filled_blocks()]
+        counters = np.array(starts, dtype=np.uint64)[:, None] + np.arange(elements, dtype=np.uint64)
+        bits = copied_bits(self.values, self.seed, name, counters, self.dtype)
+        buffer.pieces = list(zip(starts, bits, strict=True))
         return Tensor(name, buffer, shape, row_major(shape))
 
     def _filled_blocks(self) -> list[int]:
