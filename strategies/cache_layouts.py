@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from random import Random
 from typing import Any, Self
 
 import numpy as np
-from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.case import Blocks, Name, Padding, Size, WithFloats, first_beyond, require
@@ -163,21 +163,24 @@ class WithCaches(WithFloats):
         strides = (cache.strides[0] * self.itemsize() for cache in self.caches().values())
         return math.lcm(*(64 // math.gcd(64, stride) for stride in strides))
 
-    def cache_tensors(self, blocks: list[int], contents: Callable[[str, int, int], np.ndarray]) -> dict[str, Tensor]:
-        """The two caches; `blocks` are filled. contents(buffer, block, count): the `count` bits of one block of a
-        buffer, gaps and all."""
+    def cache_tensors(
+        self, blocks: list[int], contents: Callable[[str, np.ndarray, int], np.ndarray]
+    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
+        """The two caches with `blocks` filled, and by buffer the bits [len(blocks), elements of a block] that fill it,
+        gaps and all: what is written there is written to the tensors. contents(buffer, blocks, elements) gives them."""
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        named = np.array(blocks, dtype=np.uint64)
         buffers: dict[str, Buffer] = {}
-        tensors = {}
+        tensors, filled = {}, {}
         for name, cache in self.caches().items():
             stride = cache.strides[0]
             if cache.buffer not in buffers:
-                buffer = buffers[cache.buffer] = Buffer(
-                    cache.buffer, self.dtype, self.num_blocks * stride, is_cache=True
-                )
-                buffer.pieces = [(block * stride, contents(cache.buffer, block, stride)) for block in blocks]
+                bits = filled[cache.buffer] = contents(cache.buffer, named, stride)
+                size = self.num_blocks * stride
+                buffer = buffers[cache.buffer] = Buffer(cache.buffer, self.dtype, size, is_cache=True)
+                buffer.pieces = [(block * stride, row) for block, row in zip(blocks, bits, strict=True)]
             tensors[name] = Tensor(name, buffers[cache.buffer], shape, cache.strides, cache.offset)
-        return tensors
+        return tensors, filled
 
     def contiguous(self) -> Self:
         """The same call with every tensor contiguous."""
@@ -258,28 +261,25 @@ _KINDS = ("contiguous", "strided", "contiguous", "hnd", "contiguous", "packed")
 _GAPS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 2, 1), (0, 0, 0), (8, 0, 0), (0, 0, 8), (64, 0, 0), (5, 0, 2))
 
 
-def cache_layouts(declared: Declaration, head_dim: int) -> st.SearchStrategy[tuple[CacheLayout, CacheLayout]]:
+def cache_layouts(chance: Random, declared: Declaration, head_dim: int) -> tuple[CacheLayout, CacheLayout]:
     """Layouts of both caches, inside what the kernel declares."""
-    return _declared_layouts(declared.cache_layouts, head_dim == 1)
+    drawn = [kind for kind in _KINDS if kind in declared.cache_layouts or "strided" in declared.cache_layouts]
+    return chance.choice(_layouts(head_dim == 1)[chance.choice(drawn)])
 
 
-@lru_cache(maxsize=16)
-def _declared_layouts(kinds: tuple[str, ...], single: bool) -> st.SearchStrategy[tuple[CacheLayout, CacheLayout]]:
-    pairs: dict[str, list[tuple[CacheLayout, CacheLayout]]] = {
+@lru_cache(maxsize=2)
+def _layouts(single: bool) -> dict[str, list[tuple[CacheLayout, CacheLayout]]]:
+    """Pairs of layouts by kind. single: the head dim is 1, so that its stride is nobody's business."""
+    gapped = [_gapped(order, gaps, index % 3 * single) for index, gaps in enumerate(_GAPS) for order in (NHD, HND)]
+    strided = [(layout, layout) for order in PACKED for layout in (_gapped(order, gaps, single) for gaps in _GAPS)]
+    for index, layout in enumerate(gapped):
+        strided += [(layout, layout), (layout, gapped[(5 * index + 3) % len(gapped)])]
+    return {
         "contiguous": [(CONTIGUOUS, CONTIGUOUS)],
         "hnd": [(CacheLayout(HND), CacheLayout(HND))],
         "packed": [(CacheLayout(order), CacheLayout(order)) for order in PACKED],
-        "strided": [],
+        "strided": [pair for pair in strided if pair[0] != pair[1] or any(pair[0].padding)],
     }
-    gapped = [_gapped(order, gaps, index % 3 * single) for index, gaps in enumerate(_GAPS) for order in (NHD, HND)]
-    for index, layout in enumerate(gapped):
-        pairs["strided"] += [(layout, layout), (layout, gapped[(5 * index + 3) % len(gapped)])]
-    pairs["strided"] += [
-        (layout, layout) for order in PACKED for layout in (_gapped(order, gaps, single) for gaps in _GAPS)
-    ]
-    pairs["strided"] = [pair for pair in pairs["strided"] if pair[0] != pair[1] or any(pair[0].padding)]
-    drawn = [kind for kind in _KINDS if kind in kinds or "strided" in kinds]
-    return st.one_of([st.sampled_from(pairs[kind]) for kind in drawn])
 
 
 def _gapped(order: str, gaps: tuple[int, int, int], last: int) -> CacheLayout:

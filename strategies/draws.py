@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
+from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -19,8 +22,12 @@ GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
 BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
+ORDERS = (0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4)  # of programs; `Case.order`
+ONE_IN_6 = (False,) * 5 + (True,)
+# Of the values, and of what there are many of: lengths, the order of blocks, tokens. A choice for each would cost more;
+# and since Hypothesis copies a choice to where it made another like it, large cases would come more often.
 SEEDS = st.integers(0, 2**16)
-ORDERS = st.sampled_from((0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4))  # of programs; `Case.order`
+MOST_TOGETHER = 256  # of more combinations, Hypothesis draws the first ones more often
 
 assert set(POISON_ORDER) == set(POISONS) and set(FRESH_ORDER) == set(FRESH) and set(FINITE_POISONS) < set(POISONS)
 
@@ -36,26 +43,29 @@ def _pool(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple
     return tuple(sorted(listed)[:8])
 
 
-def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> st.SearchStrategy[int]:
-    """A declared size: out of `preferred` where the kernel supports any of them, else what it lists."""
+def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple[int, ...]:
+    """The declared sizes to draw from: those of `preferred` that the kernel supports, else what it lists."""
     pool = _pool(declared, what, preferred)
     if not pool:
         raise InvalidCase(f"nothing to draw: the declared {what} admit no size up to 1024")
     listed = getattr(declared, what)
     extra = () if listed is None or callable(listed) else tuple(size for size in listed if size not in pool)[:8]
-    return st.sampled_from(pool + extra)
+    return pool + extra
 
 
-def one_in(n: int) -> st.SearchStrategy[bool]:
-    """True once in `n` draws; shrinks to False."""
-    return st.sampled_from((False,) * (n - 1) + (True,))
+def one_of_each(*tables: tuple[Any, ...]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """One of each table, as one choice: a choice costs Hypothesis more than what is done with it."""
+    together = tuple(product(*tables))
+    assert len(together) <= MOST_TOGETHER, f"{len(together)} combinations are not drawn evenly: use two choices"
+    return st.sampled_from(together)
 
 
-def some_of(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
-    """None, one or two of `names`."""
-    if not names:
-        return st.just(())
-    return st.lists(st.sampled_from(names), max_size=2, unique=True).map(lambda drawn: tuple(sorted(drawn)))
+_HOW_MANY = st.sampled_from((0, 0, 0, 0, 0, 0, 1, 2, 2))
+
+
+def some_of(draw: st.DrawFn, chance: Random, names: tuple[str, ...]) -> tuple[str, ...]:
+    """One of `names` in one of nine draws, two (or all, if there are fewer) in two, else none."""
+    return tuple(sorted(chance.sample(names, min(draw(_HOW_MANY), len(names)))))
 
 
 def recast(tensor: Tensor, dtype: str) -> None:

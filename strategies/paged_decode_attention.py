@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar, Self
 
 import numpy as np
@@ -28,7 +29,7 @@ from pagefuzz.strategies.case import (
     smaller,
     with_size,
 )
-from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
+from pagefuzz.strategies.layouts import PAGE, Paged, context_length, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
 from pagefuzz.strategies.tensors import Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import MODEST_POISONS, counter_hash, dyadic, grid, poison_bits
@@ -264,25 +265,28 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         return Arguments(arguments)
 
     def _caches(self) -> dict[str, Tensor]:
-        tensors = self.cache_tensors(self._filled_blocks(), self._unowned)
-        tokens = self._tokens_in_blocks()
-        for name, cache in self.caches().items():
-            values = self.key_values if name == "k_cache" else self.value_values
-            for start, bits in tensors[name].buffer.pieces:
-                ids = tokens.get(start // cache.strides[0])
-                if ids is not None:
-                    places = cache.elements(np.arange(len(ids)), self.block_size, self.num_kv_heads, self.head_dim)
-                    bits[places] = encode(values(ids), self.dtype).reshape(places.shape)
+        blocks, owned = self._filled_blocks(), self.owned
+        tensors, contents = self.cache_tensors(blocks, self._unowned)
+        mine = [place for place, block in enumerate(blocks) if block in owned]
+        if mine:
+            # A probe's rows go on to the end of the page.
+            known = np.array([self.block_size if self.values in PROBES else owned[blocks[place]] for place in mine])
+            first = self._first_tokens()
+            at, slots = np.nonzero(np.arange(self.block_size) < known[:, None])
+            tokens = np.array([first[blocks[place]] for place in mine])[at] + slots
+            for name, values in (("k_cache", self.key_values), ("v_cache", self.value_values)):
+                cache = self.caches()[name]
+                places = cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim)
+                bits = encode(values(tokens), self.dtype).reshape(places.shape)
+                contents[cache.buffer][np.array(mine)[at][:, None], places] = bits
         return tensors
 
-    def _tokens_in_blocks(self) -> dict[int, np.ndarray]:
-        """Token ids by owned block: as many as somebody owns; a probe's rows go on to the end of the page."""
-        found: dict[int, np.ndarray] = {}
-        labels = self.page_labels()
-        for block, filled in self.owned.items():
-            b, page = next((b, row.blocks.index(block)) for b, row in enumerate(self.sequences) if block in row.blocks)
-            slots = np.arange(self.block_size if self.values in PROBES else filled)
-            found[block] = labels[b][page] * POSITIONS + page * self.block_size + slots
+    def _first_tokens(self) -> dict[int, int]:
+        """The token id of the first slot of each owned block."""
+        found: dict[int, int] = {}
+        for row, labels in zip(self.sequences, self.page_labels(), strict=True):
+            for page, (block, label) in enumerate(zip(row.blocks, labels, strict=True)):
+                found.setdefault(block, label * POSITIONS + page * self.block_size)
         return found
 
     def _filled_blocks(self) -> list[int]:
@@ -298,18 +302,17 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
                 near.add(block)
         return sorted(block for block in near if 0 <= block < self.num_blocks)
 
-    def _unowned(self, buffer: str, block: int, count: int) -> np.ndarray:
-        """The bits of a block before its owner's tokens are put in: poison."""
+    def _unowned(self, buffer: str, blocks: np.ndarray, count: int) -> np.ndarray:
+        """[len(blocks), count] bits of blocks before their owners' tokens are put in: poison."""
         if self.values in PROBES:
-            bits = encode(np.full(count, 0.0 if buffer == "k_cache" else 8.0), self.dtype)
+            bits = encode(np.full((len(blocks), count), 0.0 if buffer == "k_cache" else 8.0), self.dtype)
             if self.packed:
-                keys = self.caches()["k_cache"].elements(
-                    np.arange(self.block_size), self.block_size, self.num_kv_heads, self.head_dim
-                )
-                bits[keys] = 0
+                slots = np.arange(self.block_size)
+                keys = self.caches()["k_cache"].elements(slots, self.block_size, self.num_kv_heads, self.head_dim)
+                bits[:, keys] = 0
             return bits
-        seed = int(counter_hash(self.seed, buffer, np.array([block], dtype=np.uint64))[0] & np.uint64(0xFFFF))
-        return poison_bits(self.poison, self.dtype, count, seed).copy()
+        seeds = counter_hash(self.seed, buffer, blocks) & np.uint64(0xFFFF)
+        return poison_bits(self.poison, self.dtype, count, seeds)
 
     def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
         """Break the contract as `fault` says."""
@@ -447,63 +450,73 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             yield replace(self, scale=1.0)
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
-) -> PagedDecodeAttentionCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    dtype = draw(st.sampled_from(declared.dtypes))
-    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
-    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4)))
-    group_size = draw(draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    count = draw(st.sampled_from((2, 1, 3, 1, 2, 4, 2, 1, 3, 2, 1, 0, 2)))
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> st.SearchStrategy[PagedDecodeAttentionCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
     empty = declared.empty != "never"
-    # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
-    tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
-    most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
-    count = min(count, max(tokens // (block_size + 1), 1))
-    lengths = [draw(context_lengths(block_size, most, empty)) for _ in range(count)]
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    k_layout, v_layout = draw(cache_layouts(declared, head_dim))
-    case = PagedDecodeAttentionCase(
-        block_size=block_size,
-        num_blocks=1,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        head_dim=head_dim,
-        k_layout=k_layout,
-        v_layout=v_layout,
-    )
-    rows, num_blocks = draw(
-        sequences(
+    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
+    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, declared.index_dtypes)
+    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
+    # scales: 0 stands for 1 / sqrt(D)
+    dims = draws.one_of_each(draws.sizes(declared, "head_dims", draws.HEAD_DIMS), (0.0, 1.0, 0.0, 0.5, 0.125))
+    block_sizes = st.sampled_from(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    counts = draws.one_of_each((2,) * 10 + (1,) * 6 + (3,) * 5 + (4,) * 2 + (0,), (0, 0, 1, 3))
+    contents = draws.one_of_each(poisons, DRAWN_VALUES)
+    paddings = st.sampled_from(("none", "one", "none", "a head", "keys and values"))
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> PagedDecodeAttentionCase:
+        seed = draw(draws.SEEDS)
+        chance = Random(seed)
+        dtype, index_dtype, length_dtype = draw(dtypes)
+        num_kv_heads, group_size = draw(heads)
+        head_dim, scale = draw(dims)
+        block_size = draw(block_sizes)
+        count, table_padding = draw(counts)
+        # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
+        tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
+        most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
+        count = min(count, max(tokens // (block_size + 1), 1))
+        lengths = [context_length(chance, block_size, most, empty) for _ in range(count)]
+        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
+        case = PagedDecodeAttentionCase(
+            block_size=block_size,
+            num_blocks=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            k_layout=k_layout,
+            v_layout=v_layout,
+        )
+        rows, num_blocks = sequences(
+            draw,
+            chance,
             lengths,
             block_size,
             case.block_elements(),
             ITEMSIZE[dtype],
             limits,
-            declared,
             int32=index_dtype == "int32",
-            far=draw(draws.one_in(6)),
         )
-    )
-    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
-    return replace(
-        case,
-        num_blocks=num_blocks,
-        sequences=rows,
-        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
-        index_dtype=index_dtype,
-        scale=draw(st.sampled_from((head_dim**-0.5, 1.0, head_dim**-0.5, 0.5, 0.125))),
-        q_padding=draw(st.sampled_from((0, 1, 0, head_dim, 2 * num_kv_heads * head_dim)))
-        if declared.token_strides == "any"
-        else 0,
-        length_dtype=draw(st.sampled_from(declared.index_dtypes)),
-        dtype=dtype,
-        poison=draw(st.sampled_from(poisons)),
-        fresh=draw(st.sampled_from(draws.FRESH_ORDER)),
-        values=draw(st.sampled_from(DRAWN_VALUES)),
-        seed=draw(draws.SEEDS),
-        relations=draw(draws.some_of(relations)),
-        order=draw(draws.ORDERS),
-    )
+        q_paddings = {"none": 0, "one": 1, "a head": head_dim, "keys and values": 2 * num_kv_heads * head_dim}
+        poison, values = draw(contents)
+        return replace(
+            case,
+            num_blocks=num_blocks,
+            sequences=rows,
+            table_padding=table_padding if declared.table_strides == "any" else 0,
+            index_dtype=index_dtype,
+            group_size=group_size,
+            scale=scale or head_dim**-0.5,
+            q_padding=q_paddings[draw(paddings)] if declared.token_strides == "any" else 0,
+            length_dtype=length_dtype,
+            dtype=dtype,
+            poison=poison,
+            fresh=chance.choice(draws.FRESH_ORDER),
+            values=values,
+            seed=seed,
+            relations=draws.some_of(draw, chance, relations),
+            order=chance.choice(draws.ORDERS),
+        )
+
+    return drawn()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar, Self
 
 import numpy as np
@@ -27,7 +28,7 @@ from pagefuzz.strategies.case import (
     smaller,
     with_size,
 )
-from pagefuzz.strategies.number_formats import FORMATS
+from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE
 from pagefuzz.strategies.tensors import Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import copied_bits, poison_bits, sentinel_bits
 
@@ -142,16 +143,16 @@ class ReshapeAndCacheCase(WithCaches):
         arguments: dict[str, Tensor | int | float] = {
             "key": keys,
             "value": values,
-            **self.cache_tensors(self._filled_blocks(), self._previous),
+            **self.cache_tensors(self._filled_blocks(), self._previous)[0],
             "slot_mapping": contiguous("slot_mapping", self.index_dtype, slots.shape, slots),
         }
         if self.fault:
             self._break(arguments)
         return Arguments(arguments)
 
-    def _previous(self, buffer: str, block: int, count: int) -> np.ndarray:
-        """The bits that lie in a block before the call."""
-        counters = block * count + np.arange(count, dtype=np.uint64)
+    def _previous(self, buffer: str, blocks: np.ndarray, count: int) -> np.ndarray:
+        """[len(blocks), count] bits that lie in blocks before the call."""
+        counters = blocks[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
         return copied_bits(self.values, self.seed, buffer, counters, self.dtype)
 
     def _filled_blocks(self) -> list[int]:
@@ -341,65 +342,87 @@ class ReshapeAndCacheCase(WithCaches):
             yield found
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
-) -> ReshapeAndCacheCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    dtype = draw(st.sampled_from(declared.dtypes))
-    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
-    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4, 5, 8)))
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    k_layout, v_layout = draw(cache_layouts(declared, head_dim))
-    case = ReshapeAndCacheCase(
-        block_size=block_size,
-        num_blocks=1,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        k_layout=k_layout,
-        v_layout=v_layout,
-        dtype=dtype,
-    )
-    block = case.block_elements()
-    count = draw(st.sampled_from((2, 1, 3, 4, 2, 6, 3, 0, 1, 5)))
-    num_blocks = pages = -(-count // block_size) + draw(st.sampled_from((1, 0, 2, 5)))
-    pages = num_blocks = max(pages, 1)
-    slots = draw(st.lists(st.integers(0, pages * block_size - 1), min_size=count, max_size=count, unique=True))
-    if draw(draws.one_in(6)):
-        jump = draw(st.sampled_from((FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))) // block + 1
-        most = limits.cache_bytes // (block * case.itemsize())
-        if index_dtype == "int32":
-            most = min(most, 2**31 // block_size)
-        if jump * block >= 2 * FAR_ELEMENTS and jump + pages > most:
-            jump = FAR_ELEMENTS // block + 1
-        if jump + pages <= most:
-            slots = [slot + jump * block_size if t % 3 != 2 else slot for t, slot in enumerate(slots)]
-            num_blocks = jump + pages
-    if declared.negative_slots != "never" and count:
-        values = (-1,) if declared.negative_slots == "minus_one" else (-1, -1, -2, -block_size - 1, -99999, INT32_MIN)
-        where = draw(st.sampled_from(("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last")))
-        negative = draw(st.sampled_from(values))
-        if where == "any":
-            chosen = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
-        else:
-            chosen = {"nowhere": set(), "first": {0}, "last": {count - 1}, "everywhere": set(range(count))}[where]
-        slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
-    paddings = (0, 1, 0, head_dim, 3 * case.row, 2)
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> st.SearchStrategy[ReshapeAndCacheCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
     strided = declared.token_strides == "any"
-    return replace(
-        case,
-        num_blocks=num_blocks,
-        slots=tuple(slots),
-        extra_rows=draw(st.sampled_from((0, 0, 0, 1, 3))),
-        key_padding=draw(st.sampled_from(paddings)) if strided else 0,
-        value_padding=draw(st.sampled_from(paddings)) if strided else 0,
-        fused=draw(st.booleans()) if strided else False,
-        index_dtype=index_dtype,
-        values=draw(st.sampled_from(("ordinary", "bit_patterns", "ordinary", "signed_zeros"))),
-        poison=draw(st.sampled_from(draws.POISON_ORDER)),
-        fresh=draw(st.sampled_from(draws.FRESH_ORDER)),
-        seed=draw(draws.SEEDS),
-        relations=draw(draws.some_of(relations)),
-        order=draw(draws.ORDERS),
+    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, (False, True))
+    dims = draws.one_of_each(
+        draws.sizes(declared, "head_dims", draws.HEAD_DIMS), ("ordinary", "bit_patterns", "ordinary", "signed_zeros")
     )
+    blocks = draws.one_of_each(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES), (1, 2, 1, 2, 3, 4, 5, 8))
+    counts = st.sampled_from((2,) * 5 + (1, 3) * 4 + (4, 5, 6) * 2 + (0,))
+    pools = draws.one_of_each((1, 0, 2, 5), draws.ONE_IN_6, (FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))
+    negatives = draws.one_of_each(
+        ("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last"),
+        ("-1",) if declared.negative_slots == "minus_one" else ("-1", "-1", "-2", "a block", "garbage", "least"),
+    )
+    gap = ("none", "one", "none", "a head", "three rows", "two")
+    paddings = draws.one_of_each(gap, gap)
+    contents = draws.one_of_each(draws.POISON_ORDER, (0, 0, 0, 1, 3))
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> ReshapeAndCacheCase:
+        seed = draw(draws.SEEDS)
+        chance = Random(seed)
+        dtype, index_dtype, fused = draw(dtypes)
+        head_dim, values = draw(dims)
+        block_size, num_kv_heads = draw(blocks)
+        count = draw(counts)
+        spare, far, distance = draw(pools)
+        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
+        case = ReshapeAndCacheCase(
+            block_size=block_size,
+            num_blocks=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            k_layout=k_layout,
+            v_layout=v_layout,
+        )
+        block = case.block_elements()
+        num_blocks = pages = max(-(-count // block_size) + spare, 1)
+        slots = chance.sample(range(pages * block_size), count)
+        if far:
+            jump = distance // block + 1
+            most = limits.cache_bytes // (block * ITEMSIZE[dtype])
+            if index_dtype == "int32":
+                most = min(most, 2**31 // block_size)
+            if jump * block >= 2 * FAR_ELEMENTS and jump + pages > most:
+                jump = FAR_ELEMENTS // block + 1
+            if jump + pages <= most:
+                slots = [slot + jump * block_size if t % 3 != 2 else slot for t, slot in enumerate(slots)]
+                num_blocks = jump + pages
+        if declared.negative_slots != "never" and count:
+            where, name = draw(negatives)
+            negative = {"-1": -1, "-2": -2, "a block": -block_size - 1, "garbage": -99999, "least": INT32_MIN}[name]
+            chosen = {
+                "nowhere": [],
+                "first": [0],
+                "last": [count - 1],
+                "everywhere": range(count),
+                "any": chance.sample(range(count), chance.randint(1, count)),
+            }[where]
+            slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
+        widths = {"none": 0, "one": 1, "two": 2, "a head": head_dim, "three rows": 3 * case.row}
+        key_padding, value_padding = (widths[name] for name in draw(paddings))
+        poison, extra_rows = draw(contents)
+        return replace(
+            case,
+            num_blocks=num_blocks,
+            slots=tuple(slots),
+            extra_rows=extra_rows,
+            key_padding=key_padding if strided else 0,
+            value_padding=value_padding if strided else 0,
+            fused=fused and strided,
+            index_dtype=index_dtype,
+            dtype=dtype,
+            values=values,
+            poison=poison,
+            fresh=chance.choice(draws.FRESH_ORDER),
+            seed=seed,
+            relations=draws.some_of(draw, chance, relations),
+            order=chance.choice(draws.ORDERS),
+        )
+
+    return drawn()
