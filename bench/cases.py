@@ -36,7 +36,7 @@ class Split:
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.phase, self.since = PHASES[0], time.process_time()
 
     def switch(self, phase: str) -> str:

@@ -328,7 +328,7 @@ def _distinct(numbers: np.ndarray) -> np.ndarray:
 def _offsets(extent: _Extent, distinct: dict[int, np.ndarray]) -> np.ndarray:
     found = [np.empty(0, np.int64)]
     for size, addresses in distinct.items():
-        ends = np.array([extent.base - size + 1, extent.base + extent.span], dtype=np.uint64)
+        ends = np.array([max(extent.base - size + 1, 0), extent.base + extent.span], dtype=np.uint64)
         first, last = np.searchsorted(addresses, ends)
         if first == last:
             continue

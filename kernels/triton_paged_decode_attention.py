@@ -32,8 +32,8 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton typ
     q_stride,
     table_stride,
     scale,
-    # The caches' strides are fixed at compile time, like the sizes: where they are not, their 64-bit products in the loop
-    # take 4 % of the time. Those of contiguous caches follow from the sizes, so nothing more is compiled for them.
+    # The caches' strides are fixed at compile time, like the sizes: else their 64-bit products in the loop take 4 % of
+    # the time. Those of contiguous caches follow from the sizes, so nothing more is compiled for them.
     K_BLOCK_STRIDE: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr,

@@ -18,6 +18,7 @@ from pagefuzz.oracles.invariant import Violation
 from pagefuzz.oracles.loop import paged_decode_attention as loop_paged_decode_attention
 from pagefuzz.oracles.loop import reshape_and_cache as loop_reshape_and_cache
 from pagefuzz.oracles.loop import slot_mapping as loop_slot_mapping
+from pagefuzz.oracles.loop import write_then_decode as loop_write_then_decode
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, arguments_of
 from pagefuzz.strategies.number_formats import FORMATS, decode
@@ -26,11 +27,13 @@ DENSE: dict[str, Callable[..., Any]] = {
     "slot_mapping": lambda case, declared: dense_slot_mapping.right_answer(case),
     "reshape_and_cache": lambda case, declared: dense_reshape_and_cache.right_answer(case),
     "paged_decode_attention": dense_paged_decode_attention.right_answer,
+    "write_then_decode": dense_paged_decode_attention.right_answer,  # wherever the tokens come from
 }
 LOOP: dict[str, Callable[..., Any]] = {
     "slot_mapping": loop_slot_mapping.right_answer,
     "reshape_and_cache": loop_reshape_and_cache.right_answer,
     "paged_decode_attention": loop_paged_decode_attention.right_answer,
+    "write_then_decode": loop_write_then_decode.right_answer,
 }
 AGREEMENT = 2.0**-40  # of the float64 oracles, relative to the largest value that took part
 
@@ -287,7 +290,7 @@ def rows_differ(
         return Violation(
             f"sequence {b} {what}: out[{h}, {d}] = {seen}",
             f"{right}, as {otherwise}; they differ {_how_far(mine[h, d], theirs[h, d])}",
-            f"sequence {b} (context length {n}), head {h}, dim {d}; {int(differ.sum())} of {differ.size} elements differ",
+            f"sequence {b} (context length {n}), head {h}, dim {d}; {int(differ.sum())} of {differ.size} differ",
         )
     return None
 

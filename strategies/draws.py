@@ -85,8 +85,10 @@ def poke(tensor: Tensor, element: int, value: int) -> None:
 
 
 def respaced(tensor: Tensor, dim: int) -> Tensor:
-    """A small tensor with the same elements, and as much poison behind each entry of `dim` as the entry is long; a fault
-    for I16. Raises InvalidCase where that would be no other layout."""
+    """A small tensor with the same elements, and as much poison behind each entry of `dim` as the entry is long.
+
+    A fault for I16. Raises InvalidCase where that would be no other layout.
+    """
     if tensor.shape[dim] < 2 or 0 in tensor.shape:
         raise InvalidCase(f"{tensor.name} has no two entries in dim {dim} to put apart")
     strides = list(row_major(tensor.shape))

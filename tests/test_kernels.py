@@ -82,8 +82,8 @@ def packed_in_a_head(memory: Memory, blocks: int, size: int, heads: int, dim: in
 
 def packed_in_a_head_heads_first(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
     both = memory(blocks, heads, size, 2 * dim)
-    k, v = both.transpose(1, 2).split(dim, -1)
-    return [both], k, v
+    both_heads_inside = both.transpose(1, 2)
+    return [both], both_heads_inside[..., :dim], both_heads_inside[..., dim:]
 
 
 def padded_blocks(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
@@ -536,7 +536,7 @@ def test_decode_takes_any_stride_of_a_cache_dim_of_size_1(
     decode: Kernel, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     blocks, size, heads, dim = shape
-    plain = {
+    plain: dict[str, Any] = {
         "q": numbers(1, 2 * heads, dim),
         "k_cache": numbers(*shape, seed=1),
         "v_cache": numbers(*shape, seed=2),
