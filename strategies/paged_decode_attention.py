@@ -214,9 +214,13 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
     # precision of the weights, correct kernels give the same bits; and a row too many that weighs 1e-7 shows.
 
     def has_needles(self) -> bool:
-        """Whether the recipe "needles" is exact for this case: no sequence sees another's tokens, and the scale is not
-        so small that float16 keys cannot make up for it."""
-        return all(len(set(pages)) <= 1 for pages in self.page_labels()) and self._needle_strength() <= 2.0**14
+        """Whether the recipe "needles" is exact for this case: no sequence sees a part of another's tokens, and the
+        scale is not so small that float16 keys cannot make up for it."""
+        lengths = {}
+        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
+            if len(set(pages)) > 1 or (pages and lengths.setdefault(pages[0], row.context_len) != row.context_len):
+                return False
+        return self._needle_strength() <= 2.0**14
 
     def _needle_strength(self) -> float:
         return 2.0 ** math.ceil(math.log2(GAP / (32 * max(abs(self.scale), 2**-30))))
