@@ -82,11 +82,13 @@ def measure(name: str, cases: int, seed: int) -> tuple[Counter[tuple[str, str]],
                 continue
             twins = item.twins(case, kernel.declared)
             counted[item.id, ""] += 1
-            for name, twin in twins.items():
-                base = BASES.get((item.id, name))
-                if (item.id, name) in ONLY_BASES:
+            for called, twin in twins.items():
+                base = BASES.get((item.id, called))
+                if (item.id, called) in ONLY_BASES:
                     continue
-                shown = "what the contract forbids" if item.id == "I16" else re.sub(r"sequence \d+", "a sequence", name)
+                shown = (
+                    "what the contract forbids" if item.id == "I16" else re.sub(r"sequence \d+", "a sequence", called)
+                )
                 counted[item.id, shown] += 1
                 differing[item.id, shown] += differ(twins[base] if base else case, twin)
 
