@@ -111,6 +111,17 @@ WRITES = (
         "I6",
         lambda case: one_token(case) and case.slots == (0,),
     ),
+    Mutant(
+        "head_stride_ignored",
+        "triton_reshape_and_cache",
+        (
+            ("head * k_head_stride + dim", "offs"),
+            ("head * v_head_stride + dim", "offs"),
+        ),
+        "contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "I10",
+        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
+    ),
 )
 SLOTS = (
     Mutant(
@@ -286,6 +297,14 @@ DECODES = (
         "flashinfer#2380: the kv head computed twice",
         "I5",
         lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 4,
+    ),
+    Mutant(
+        "strides_of_keys_for_values",
+        "triton_paged_decode_attention",
+        (("block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE", "block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE"),),
+        "one set of strides for two caches: right until they lie differently",
+        "I10",
+        lambda case: len(case.sequences) == 1 and case.num_heads == case.head_dim == 1,
     ),
     Mutant(
         "counts_its_calls",
