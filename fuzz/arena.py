@@ -196,7 +196,7 @@ class CpuArena(Arena):
 
     def _fill(self, start: int, buffer: Buffer) -> None:
         for first, data in self._pieces(start, buffer):
-            self.memory[first : first + len(data)] = data
+            self.memory[first : first + len(data)] = data.data
 
     def _view(self, start: int, tensor: Tensor) -> torch.Tensor:
         buffer, dtype = tensor.buffer, TORCH_DTYPES[tensor.buffer.dtype]
