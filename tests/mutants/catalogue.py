@@ -279,8 +279,8 @@ DECODES = (
         "torch_paged_decode_attention",
         (
             (
-                "v_cache[pages].flatten(0, 1)[:n].float()",
-                "(v_cache[pages] * (1 + (pages > 8) * 2.0**-12).view(-1, 1, 1, 1)).flatten(0, 1)[:n].float()",
+                "v_cache[pages]",
+                "(v_cache[pages] * (1 + (pages[:1] > pages[-1:]) * 2.0**-12).view(1, 1, 1, 1))",
             ),
         ),
         "attention-gym#189: a physical id takes part in the arithmetic",
@@ -312,7 +312,7 @@ DECODES = (
         (
             ("    block_size, group = ", "    CALLS.append(1)\n    block_size, group = "),
             ("FLOATS = (", "CALLS: list[int] = []\nFLOATS = ("),
-            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 2)), dim=1)"),
+            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 61)), dim=1)"),
         ),
         "flashinfer#1912: state that survives a call",
         "I17",
