@@ -216,7 +216,7 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
     def has_needles(self) -> bool:
         """Whether the recipe "needles" is exact for this case: no sequence sees a part of another's tokens, and the
         scale is not so small that float16 keys cannot make up for it."""
-        lengths = {}
+        lengths: dict[int, int] = {}
         for row, pages in zip(self.sequences, self.page_labels(), strict=True):
             if len(set(pages)) > 1 or (pages and lengths.setdefault(pages[0], row.context_len) != row.context_len):
                 return False
