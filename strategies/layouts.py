@@ -227,6 +227,7 @@ class Paged(Case):
                     cut = replace(row, context_len=fewer, blocks=row.blocks[: pages_of(fewer, size)])
                     changed = (*rows[:b], cut, *rows[b + 1 :])
                     yield self.fitted(changed)
+                    yield from self.far_again(self.fitted(changed))
                     if self.width > max(len(each.blocks) for each in changed):
                         yield self.fitted(changed, max(len(each.blocks) for each in changed) + 1)
         least = max((len(row.blocks) for row in rows), default=0)
@@ -239,6 +240,8 @@ class Paged(Case):
                 yield self.fitted(tails, self.width)
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
+            if not all(list(row.blocks) == sorted(row.blocks) for row in rows):
+                yield self.repaged(fewer_slots).turned_round()
             yield from self.roomy(self.repaged(fewer_slots))
             yield from self.far_again(self.repaged(fewer_slots))
         if self.table_padding:
@@ -318,6 +321,11 @@ class Paged(Case):
         excess = min((len(row.tail) for row in self.sequences), default=0)
         width = max((len(row.blocks) for row in rows), default=0) + min(excess, 1)
         return replace(self, block_size=block_size, num_blocks=max(next_id, 1)).fitted(rows, width)
+
+    def turned_round(self) -> Self:
+        """The same tokens with the ids of the blocks in the opposite order."""
+        ids = self.in_pool()
+        return self.renamed(dict(zip(ids, reversed(ids), strict=True)), self.num_blocks)
 
     def lines(self) -> list[str]:
         drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
