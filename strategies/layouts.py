@@ -240,8 +240,8 @@ class Paged(Case):
                 yield self.fitted(tails, self.width)
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
-            if not all(list(row.blocks) == sorted(row.blocks) for row in rows):
-                yield self.repaged(fewer_slots).turned_round()
+            yield self.same_pages(fewer_slots)
+            yield from self.far_again(self.same_pages(fewer_slots))
             yield from self.roomy(self.repaged(fewer_slots))
             yield from self.far_again(self.repaged(fewer_slots))
         if self.table_padding:
@@ -322,10 +322,19 @@ class Paged(Case):
         width = max((len(row.blocks) for row in rows), default=0) + min(excess, 1)
         return replace(self, block_size=block_size, num_blocks=max(next_id, 1)).fitted(rows, width)
 
-    def turned_round(self) -> Self:
-        """The same tokens with the ids of the blocks in the opposite order."""
-        ids = self.in_pool()
-        return self.renamed(dict(zip(ids, reversed(ids), strict=True)), self.num_blocks)
+    def same_pages(self, block_size: int) -> Self:
+        """Fewer tokens in the same blocks, each with fewer slots: where blocks lie, and their order, stay as they are."""
+        lengths = [self._place(max(row.context_len - 1, 0), block_size) + 1 for row in self.sequences]
+        rows = [
+            replace(row, context_len=length if row.context_len else 0)
+            for row, length in zip(self.sequences, lengths, strict=True)
+        ]
+        return replace(self, block_size=block_size).fitted(rows, self.width)
+
+    def _place(self, position: int, block_size: int) -> int:
+        """A position in the same page under a smaller block size."""
+        page, offset = divmod(position, self.block_size)
+        return page * block_size + min(offset, block_size - 1)
 
     def lines(self) -> list[str]:
         drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]

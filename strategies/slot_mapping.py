@@ -145,6 +145,13 @@ class SlotMappingCase(Paged):
         kept = tuple(token for token in self.tokens if fitted._holds(token))
         return replace(fitted, tokens=kept)
 
+    def same_pages(self, block_size: int) -> Self:
+        moved = tuple(
+            replace(token, position=self._place(token.position, block_size)) if token.position >= 0 else token
+            for token in self.tokens
+        )
+        return replace(super(SlotMappingCase, replace(self, tokens=())).same_pages(block_size), tokens=moved)
+
     def _holds(self, token: Token) -> bool:
         if token.position < 0:
             return True

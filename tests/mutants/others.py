@@ -63,9 +63,12 @@ OTHERS = (
             ),
         ),
         "vllm#15492, flash-attention#978, FlashMLA#77: +inf for a part without keys",
-        "I3",
+        "I13",
         Smallest(),
-        also=("I13", "I4"),
+        also=(
+            "I3",
+            "I4",
+        ),
     ),
     Mutant(
         "empty_part_unwritten",
@@ -167,9 +170,15 @@ OTHERS = (
             ),
         ),
         "vllm#42642: the merge reads with another tensor's head stride; right while D is its padded size",
-        "I3",
+        "I0",
         Smallest(tokens=2),
-        also=("I0", "I8", "I13", "I17", "I4"),
+        also=(
+            "I3",
+            "I8",
+            "I13",
+            "I17",
+            "I4",
+        ),
     ),
     Mutant(
         "split_int32_block_product",
@@ -185,9 +194,13 @@ OTHERS = (
         BATCHED,
         (('    scores = scores.masked_fill(~live[:, None, None, :], float("-inf"))\n', ""),),
         "seeds: rows past the context weigh exp(0) each",
-        "I13",
+        "I3",
         Smallest(sequences=2, tokens=2),
-        also=("I3", "I11", "I4"),
+        also=(
+            "I13",
+            "I11",
+            "I4",
+        ),
     ),
     Mutant(
         "batched_values_weigh_zero",
@@ -231,9 +244,14 @@ OTHERS = (
             ),
         ),
         "jax 10dbfcf747: one sequence's length for all",
-        "I11",
+        "I13",
         Smallest(sequences=2, tokens=2),
-        also=("I13", "I3", "I8", "I2"),
+        also=(
+            "I11",
+            "I3",
+            "I8",
+            "I2",
+        ),
     ),
     Mutant(
         "batched_groups_in_turn",
@@ -256,7 +274,10 @@ OTHERS = (
         "tpu-inference#2366: garbage ids are clamped, and right ids with them",
         "I9",
         Smallest(far=True),
-        also=("I3",),
+        also=(
+            "I3",
+            "I12",
+        ),
     ),
     Mutant(
         "batched_tail_looked_up",

@@ -69,9 +69,12 @@ SLOTS = (
         TORCH,
         (("seq_ids[tokens].long()", "seq_ids[tokens].unique(return_inverse=True)[1]"),),
         "attention-gym#189: right as long as the batch holds the sequences 0 to n",
-        "I4",
+        "I2",
         Smallest(sequences=2),
-        also=("I2", "I9"),
+        also=(
+            "I4",
+            "I9",
+        ),
     ),
     Mutant(
         "page_boundary_off_by_one",
