@@ -22,6 +22,7 @@ from pagefuzz.strategies.tensors import Buffer, Tensor
 ALIGNMENT = 64
 GUARD = 256  # bytes of poison right before and behind every buffer
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer dtype
+_ZONE = np.full(GUARD, POISON, dtype=np.uint8)
 MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -101,16 +102,19 @@ class Arena(ABC):
     def forget(self) -> None:
         """Leave nothing of the case behind."""
 
-    def watched(self, wanted: dict[str, list[tuple[int, int]]]) -> dict[str, list[np.ndarray]]:
-        """The bits that lie now in runs of elements (first, how many) of buffers."""
+    def watched(self, wanted: dict[str, tuple[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
+        """The bits that lie now in the given elements of buffers: by tensor, a row for each row of elements."""
         found: dict[str, list[np.ndarray]] = {}
         for start, buffer in self.places:
-            if buffer.name in wanted:
-                itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
-                found[buffer.name] = [
-                    self._read(start + first * itemsize, count * itemsize).view(storage)
-                    for first, count in wanted[buffer.name]
-                ]
+            itemsize, storage = ITEMSIZE[buffer.dtype], STORAGE[buffer.dtype]
+            for name, (where, rows) in wanted.items():
+                if where != buffer.name:
+                    continue
+                found[name] = []
+                for elements in rows:
+                    first, last = int(elements.min()), int(elements.max())
+                    bits: np.ndarray = self._read(start + first * itemsize, (last - first + 1) * itemsize).view(storage)
+                    found[name].append(bits[elements - first])
         return found
 
     def changes(self) -> dict[str, Change]:
@@ -152,9 +156,8 @@ class Arena(ABC):
         """(first byte, uint8 bits) of what is filled in: the guard zones and the buffer's pieces."""
         itemsize = ITEMSIZE[buffer.dtype]
         end = start + buffer.size * itemsize
-        guard = np.full(GUARD, POISON, dtype=np.uint8)
         filled = [(start + first * itemsize, bits.view(np.uint8)) for first, bits in buffer.pieces]
-        return [(start - GUARD, guard), *filled, (end, guard)]
+        return [(start - GUARD, _ZONE), *filled, (end, _ZONE)]
 
 
 class CpuArena(Arena):
@@ -196,7 +199,7 @@ class CpuArena(Arena):
 
     def _fill(self, start: int, buffer: Buffer) -> None:
         for first, data in self._pieces(start, buffer):
-            self.memory[first : first + len(data)] = data.tobytes()
+            self.memory[first : first + len(data)] = data.data
 
     def _view(self, start: int, tensor: Tensor) -> torch.Tensor:
         buffer, dtype = tensor.buffer, TORCH_DTYPES[tensor.buffer.dtype]
@@ -229,14 +232,15 @@ class CpuArena(Arena):
 
     def touched(self) -> dict[str, Runs]:
         known = sorted(self.before)
+        fresh = [run for first, last in self._populated() for run in _outside(first, last, known)]
         found: dict[str, Runs] = {}
         for start, buffer in self.places:
             end = start + buffer.size * ITEMSIZE[buffer.dtype]
-            runs = []
-            for first, last in self._populated():
-                for low, high in _outside(first, last, known):
-                    if low < end and high > start and self.page == mmap.PAGESIZE:
-                        runs.append((max(low, start) - start, min(high, end) - 1 - start))
+            runs = [
+                (max(low, start) - start, min(high, end) - 1 - start)
+                for low, high in fresh
+                if low < end and high > start and self.page == mmap.PAGESIZE
+            ]
             if runs:
                 found[buffer.name] = runs
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import traceback
 from contextlib import nullcontext
@@ -26,18 +27,31 @@ _FRESH = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_e
 
 class _FreshMemoryIsPoison(TorchFunctionMode):
     """Fills what `torch.empty` and its kin hand out, so that a kernel that reads its output or its workspace before it
-    writes there shows. (torch's own fill comes with deterministic algorithms, and those compute other bits.)"""
+    writes there shows. (torch's own fill comes with deterministic algorithms, and those compute other bits.)
+
+    kind: one of strategies.values.FRESH.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in _FRESH and made.numel() and not made.dtype.is_complex:
             with torch.no_grad():
-                made.fill_(float("nan") if made.dtype.is_floating_point else _largest(made.dtype))
+                made.fill_(_fill(self.kind, made.dtype))
         return made
 
 
-def _largest(dtype: torch.dtype) -> int:
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+def _fill(kind: str, dtype: torch.dtype) -> float:
+    """A kind of poison as a number of a dtype; integers have no NaN and no infinity."""
+    if dtype.is_floating_point:
+        limits = torch.finfo(dtype)
+        numbers = {"nan": math.nan, "infinity": math.inf, "minus_infinity": -math.inf, "largest": limits.max}
+        return {**numbers, "zeros": 0.0, "smallest": limits.smallest_normal, "tenant": 0.75}[kind]
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return {"zeros": 0, "smallest": 1, "tenant": 1, "minus_infinity": least}.get(kind, most)
 
 
 class Runner:
@@ -68,7 +82,7 @@ class Runner:
         with (
             self._tracing(tensors) as trace,
             self._ordering(case.order),
-            _FreshMemoryIsPoison(),
+            _FreshMemoryIsPoison(getattr(case, "fresh", "nan")),
             np.errstate(),
         ):  # keeps what a kernel sets to itself
             try:

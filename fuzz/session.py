@@ -27,6 +27,8 @@ from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
+from pagefuzz.kernels.operations import OPERATIONS
+from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, InvalidCase
@@ -131,8 +133,11 @@ def load_own() -> None:
 
 
 def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
-    """Those of `known` (default: all registered) whose names match one of the shell patterns, if there is a pattern."""
-    known = registered() if known is None else known
+    """Those of `known` whose names match one of the shell patterns, if there is a pattern.
+
+    known: default: all that are registered, and their pairs.
+    """
+    known = with_pairs(registered()) if known is None else known
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
             raise UsageError(f"--kernel {pattern}: no kernel has such a name; there are {', '.join(known)}.")
@@ -179,9 +184,10 @@ class Session:
 
     def shards(self, operation: str) -> list[tuple[str, int, int]]:
         """(kernel, shard, examples) of every item of an operation."""
+        examples = -(-self.examples // OPERATIONS[operation].share)
         return [
-            (name, index, min(SHARD, self.examples - index * SHARD))
-            for index in range(-(-self.examples // SHARD))
+            (name, index, min(SHARD, examples - index * SHARD))
+            for index in range(-(-examples // SHARD))
             for name, kernel in self.kernels.items()
             if kernel.operation.name == operation
         ]
@@ -274,7 +280,7 @@ class Session:
 
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:
         """The kernel that failed if it is among those chosen, else the one that was chosen in its place."""
-        chosen = self.kernels if self.named else registered()
+        chosen = self.kernels if self.named else with_pairs(registered())
         kernel = chosen.get(wanted.kernel)
         if kernel is not None and kernel.operation.name == wanted.operation:
             return kernel

@@ -152,7 +152,7 @@ class Trace:
             by_size: dict[int, list[np.ndarray]] = {}
             for size, addresses, _ in accesses:
                 by_size.setdefault(size, []).append(addresses)
-            distinct = {size: np.unique(np.concatenate(arrays)) for size, arrays in by_size.items()}
+            distinct = {size: _distinct(np.concatenate(arrays)) for size, arrays in by_size.items()}
             sets = {extent.name: _offsets(extent, distinct) for extent in self._named}
             known = self._sets[kind] = (len(accesses), sets)
         return known[1]
@@ -317,14 +317,27 @@ def _spread(accesses: list[_Access], unit: int) -> tuple[list[tuple[int, int, in
     return ids, np.concatenate(addresses), np.concatenate(programs)
 
 
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """The distinct numbers, ascending; several times as fast as np.unique, which hashes them."""
+    ascending = np.sort(numbers)
+    first = np.ones(len(ascending), np.bool_)
+    first[1:] = ascending[1:] != ascending[:-1]
+    return ascending[first]
+
+
 def _offsets(extent: _Extent, distinct: dict[int, np.ndarray]) -> np.ndarray:
     found = [np.empty(0, np.int64)]
     for size, addresses in distinct.items():
+        ends = np.array([max(extent.base - size + 1, 0), extent.base + extent.span], dtype=np.uint64)
+        first, last = np.searchsorted(addresses, ends)
+        if first == last:
+            continue
+        addresses = addresses[first:last]
         if size > extent.itemsize:  # one access, several elements
             addresses = (addresses[:, None] + np.arange(0, size, extent.itemsize, dtype=np.uint64)).reshape(-1)
         here = addresses[extent.inside(addresses, min(size, extent.itemsize))]
         found.append((here - np.uint64(extent.base)).astype(np.int64) // extent.itemsize)
-    return np.unique(np.concatenate(found))
+    return _distinct(np.concatenate(found))
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:

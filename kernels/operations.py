@@ -14,13 +14,14 @@ class Operation:
     """One contract.
 
     `parameters` are passed by position, in this order. `result` names what is returned ("" for an operation that
-    only writes). `shapes` says it all in one line, for messages.
+    only writes). `shapes` says it all in one line, for messages. `share`: one in so many of a profile's cases is its.
     """
 
     name: str
     parameters: tuple[str, ...]
     result: str
     shapes: str
+    share: int = 1
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -45,6 +46,17 @@ OPERATIONS: dict[str, Operation] = {
             result="out",
             shapes="paged_decode_attention(q[B, H, D], k_cache[N, bs, KVH, D], v_cache, block_tables[B, M], "
             "context_lens[B], scale) -> out[B, H, D]",
+        ),
+        Operation(
+            "write_then_decode",
+            (
+                *("key", "value", "k_cache", "v_cache", "slot_mapping"),
+                *("q", "block_tables", "context_lens", "scale"),
+            ),
+            result="out",
+            shapes="write_then_decode(key[T', KVH, D], value[T', KVH, D], k_cache[N, bs, KVH, D], v_cache, "
+            "slot_mapping[T], q[B, H, D], block_tables[B, M], context_lens[B], scale) -> out[B, H, D]",
+            share=4,  # both of its halves are fuzzed on their own too
         ),
     )
 }

@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 INDEX_DTYPES = ("int32", "int64")
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "input")
+CACHE_LAYOUTS = ("contiguous", "hnd", "packed", "strided")
 ROUNDED = ("scores", "weights", "products", "sums")
 
 
@@ -42,7 +43,10 @@ class Declaration:
     index_dtypes: of tables, slots, lengths, out of int32, int64.
     token_strides: "any" stride on the token (or batch) dim of q, key and value, or "contiguous".
     table_strides: "any" (a block table may be narrower than its row stride), or "contiguous".
-    cache_layouts: "contiguous" is the one that is drawn so far.
+    cache_layouts: how k_cache and v_cache may lie in memory, out of "contiguous": [N, bs, KVH, D] in this order; "hnd":
+        views of [N, KVH, bs, D]; "packed": views of one tensor, [N, 2, bs, KVH, D] or [N, bs, KVH, 2D]; "strided": any
+        strides of block, slot and kv head, padded blocks, other strides for keys than for values. In all of them the
+        last dim is contiguous and no two values share a place. The stride of a dim of size 1 means nothing.
     negative_slots: "any" negative slot is padding, only "minus_one" is, or one is "never" passed.
     empty: what a context length of 0 gives: "zeros", rows left "untouched", or it is "never" passed.
     unowned: "any" value, NaN included, may lie in what a sequence does not own, or only "finite" ones of ordinary size.
@@ -51,7 +55,7 @@ class Declaration:
     unit_roundoff: what is rounded to less than float32: "scores", "weights" (before the second product), "products"
         (their operands), "sums" (the accumulators), each to one of float32, tf32, float16, bfloat16, float8_e4m3fn, or
         "input" for the dtype of the caches.
-    batch_invariant: a sequence's bits do not depend on its neighbours.
+    batch_invariant: a sequence's bits do not depend on its neighbours: I11 bit for bit.
     deterministic: I7, I8 and I17 hold bit for bit; False: within the tolerance.
     rejects: True: input outside the contract raises an error before anything is written (ValueError, TypeError, or
         another that its author chose). "check_values": so do index values, with the keyword check_values=True.
@@ -108,7 +112,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _LISTS: dict[str, tuple[str, ...]] = {
     "dtypes": FLOAT_DTYPES,
     "index_dtypes": INDEX_DTYPES,
-    "cache_layouts": ("contiguous",),
+    "cache_layouts": CACHE_LAYOUTS,
 }
 
 

@@ -7,12 +7,13 @@ import torch
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 
-# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, or each of its rows (the
-# stride of the first dim is free then). The stride of a dim of size 0 or 1 means nothing and is not looked at.
+# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, each of its rows (the
+# stride of the first dim is free then), or its last dim (all other strides are free, and each tensor has its own). The
+# stride of a dim of size 0 or 1 means nothing and is not looked at.
 CONTRACT = {
     "q": ("B H D", FLOATS, "rows"),
-    "k_cache": ("N bs KVH D", FLOATS, "whole"),
-    "v_cache": ("N bs KVH D", FLOATS, "whole"),
+    "k_cache": ("N bs KVH D", FLOATS, "last dim"),
+    "v_cache": ("N bs KVH D", FLOATS, "last dim"),
     "block_tables": ("B M", INTS, "rows"),
     "context_lens": ("B", INTS, "whole"),
 }
@@ -34,7 +35,8 @@ def torch_paged_decode_attention(
         q: [B, H, D], float32, float16 or bfloat16. Sequences may lie any distance apart (a view of a fused QKV
             projection); inside one, [H, D] is contiguous. H is a multiple of KVH: query head h reads kv head
             h // (H / KVH).
-        k_cache, v_cache: [N, bs, KVH, D], contiguous, of q's dtype.
+        k_cache, v_cache: [N, bs, KVH, D], of q's dtype. Each may have any strides of block, slot and kv head (a view of
+            [N, KVH, bs, D], or of one tensor that holds both); the last dim is contiguous.
         block_tables: [B, M], int32 or int64: token j of sequence b lies at place j % bs of block
             `block_tables[b, j // bs]`. Rows may lie any distance apart. Only the first ceil(context_lens[b] / bs)
             entries of a row are read.
@@ -102,6 +104,8 @@ def _check_tensors(arguments: dict[str, Any]) -> dict[str, int]:
             raise ValueError(f"{name} must be contiguous, got the strides {tensor.stride()}.")
         if contiguous == "rows" and tensor.numel() and not tensor[0].is_contiguous():
             raise ValueError(f"{name} must be contiguous after its first dim, got the strides {tensor.stride()}.")
+        if contiguous == "last dim" and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
+            raise ValueError(f"{name} must be contiguous in its last dim, got the strides {tensor.stride()}.")
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device}, but {owner} is on {first.device}: use one device.")
         if dtypes is FLOATS and tensor.dtype != first.dtype:

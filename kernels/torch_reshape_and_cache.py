@@ -7,13 +7,14 @@ import torch
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 
-# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, or each of its rows (the
-# stride of the first dim is free then). The stride of a dim of size 0 or 1 means nothing and is not looked at.
+# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, each of its rows (the
+# stride of the first dim is free then), or its last dim (all other strides are free, and each tensor has its own). The
+# stride of a dim of size 0 or 1 means nothing and is not looked at.
 CONTRACT = {
     "key": ("T' KVH D", FLOATS, "rows"),
     "value": ("T' KVH D", FLOATS, "rows"),
-    "k_cache": ("N bs KVH D", FLOATS, "whole"),
-    "v_cache": ("N bs KVH D", FLOATS, "whole"),
+    "k_cache": ("N bs KVH D", FLOATS, "last dim"),
+    "v_cache": ("N bs KVH D", FLOATS, "last dim"),
     "slot_mapping": ("T", INTS, "whole"),
 }
 
@@ -32,7 +33,9 @@ def torch_reshape_and_cache(
     Args:
         key, value: [T', KVH, D], float32, float16 or bfloat16, T' >= T: only the first T tokens count. Tokens may lie
             any distance apart (a view of a fused QKV projection); inside a token, [KVH, D] is contiguous.
-        k_cache, v_cache: [N, bs, KVH, D], contiguous, of the same dtype. Slot s is `cache[s // bs, s % bs]`.
+        k_cache, v_cache: [N, bs, KVH, D], of the same dtype. Slot s is `cache[s // bs, s % bs]`. Each may have any
+            strides of block, slot and kv head (a view of [N, KVH, bs, D], or of one tensor that holds both), as long as
+            they nest: each steps over all that the smaller ones span. The last dim is contiguous.
         slot_mapping: [T], int32 or int64. A token with a negative slot is padding and is not written. The other slots
             differ from each other.
         check_values: also check the range and uniqueness of slot_mapping, which waits for the device.
@@ -46,6 +49,7 @@ def torch_reshape_and_cache(
     )
     if sizes["T'"] < sizes["T"]:
         raise ValueError(f"key must have at least the {sizes['T']} tokens of slot_mapping, got {len(key)}.")
+    _check_places({"k_cache": k_cache, "v_cache": v_cache})
     if check_values:
         _check_values(slot_mapping, sizes["N"] * sizes["bs"])
 
@@ -82,11 +86,26 @@ def _check_tensors(arguments: dict[str, Any]) -> dict[str, int]:
             raise ValueError(f"{name} must be contiguous, got the strides {tensor.stride()}.")
         if contiguous == "rows" and tensor.numel() and not tensor[0].is_contiguous():
             raise ValueError(f"{name} must be contiguous after its first dim, got the strides {tensor.stride()}.")
+        if contiguous == "last dim" and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
+            raise ValueError(f"{name} must be contiguous in its last dim, got the strides {tensor.stride()}.")
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device}, but {owner} is on {first.device}: use one device.")
         if dtypes is FLOATS and tensor.dtype != first.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, but {owner} is {first.dtype}: use one dtype.")
     return sizes
+
+
+def _check_places(caches: dict[str, torch.Tensor]) -> None:
+    """Refuse a cache whose strides do not nest: of an expanded tensor, for one, many slots lie in one place."""
+    for name, cache in caches.items():
+        span = 1
+        for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
+            if size > 1 and stride < span and cache.numel():
+                raise ValueError(
+                    f"{name} must not have two slots in one place, got the strides {cache.stride()} for the shape "
+                    f"{tuple(cache.shape)}: make each stride step over all that the dims of smaller strides span."
+                )
+            span += (size - 1) * stride
 
 
 def _check_values(slot_mapping: torch.Tensor, slots: int) -> None:

@@ -9,12 +9,13 @@ import triton.language as tl
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 
-# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, or each of its rows (the
-# stride of the first dim is free then). The stride of a dim of size 0 or 1 means nothing and is not looked at.
+# Every tensor argument: its dims, its dtypes, and what of it must lie contiguously: the whole, each of its rows (the
+# stride of the first dim is free then), or its last dim (all other strides are free, and each tensor has its own). The
+# stride of a dim of size 0 or 1 means nothing and is not looked at.
 CONTRACT = {
     "q": ("B H D", FLOATS, "rows"),
-    "k_cache": ("N bs KVH D", FLOATS, "whole"),
-    "v_cache": ("N bs KVH D", FLOATS, "whole"),
+    "k_cache": ("N bs KVH D", FLOATS, "last dim"),
+    "v_cache": ("N bs KVH D", FLOATS, "last dim"),
     "block_tables": ("B M", INTS, "rows"),
     "context_lens": ("B", INTS, "whole"),
 }
@@ -31,6 +32,14 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton typ
     q_stride,
     table_stride,
     scale,
+    # The caches' strides are fixed at compile time, like the sizes: else their 64-bit products in the loop take 4 % of
+    # the time. Those of contiguous caches follow from the sizes, so nothing more is compiled for them.
+    K_BLOCK_STRIDE: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr,
+    V_BLOCK_STRIDE: tl.constexpr,
+    V_SLOT_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
@@ -41,7 +50,7 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton typ
 ):
     # One program per (sequence, kv head): the query heads that share this kv head are the rows of one small matrix.
     b = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     n = tl.load(context_lens_ptr + b)
 
     rows = tl.arange(0, ROWS)
@@ -50,6 +59,8 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton typ
     head_offs = (kv_head * GROUP + rows)[:, None] * D + cols[None, :]
     head_mask = (rows < GROUP)[:, None] & (cols < D)[None, :]
 
+    k_head_ptr = k_cache_ptr + kv_head * K_HEAD_STRIDE
+    v_head_ptr = v_cache_ptr + kv_head * V_HEAD_STRIDE
     q = tl.load(q_ptr + b * q_stride + head_offs, mask=head_mask, other=0.0).to(tl.float32) * scale
 
     # Online softmax: a running maximum, and sums that are scaled down whenever it grows. It starts at the lowest finite
@@ -62,18 +73,19 @@ def paged_decode_attention_kernel(  # type: ignore[no-untyped-def]  # Triton typ
         live = pos < n
         # Masked: entries past the sequence's last page are garbage and are not even loaded.
         block = tl.load(block_tables_ptr + b * table_stride + pos // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + pos % BLOCK_SIZE
-        kv_offs = ((slot * KVH + kv_head) * D)[:, None] + cols[None, :]
+        place = (pos % BLOCK_SIZE).to(tl.int64)  # any product with a stride may pass 2**31
+        k_offs = block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE
+        v_offs = block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE
         kv_mask = live[:, None] & (cols < D)[None, :]
 
-        k = tl.load(k_cache_ptr + kv_offs, mask=kv_mask, other=0.0).to(tl.float32)
+        k = tl.load(k_head_ptr + k_offs[:, None] + cols[None, :], mask=kv_mask, other=0.0).to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(live[None, :], scores, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights = tl.exp(scores - m_new[:, None])
         rescale = tl.exp(m - m_new)
-        v = tl.load(v_cache_ptr + kv_offs, mask=kv_mask, other=0.0).to(tl.float32)
+        v = tl.load(v_head_ptr + v_offs[:, None] + cols[None, :], mask=kv_mask, other=0.0).to(tl.float32)
         total = total * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
         m = m_new
@@ -99,7 +111,8 @@ def triton_paged_decode_attention(
         q: [B, H, D], float32, float16 or bfloat16. Sequences may lie any distance apart (a view of a fused QKV
             projection); inside one, [H, D] is contiguous. H is a multiple of KVH: query head h reads kv head
             h // (H / KVH).
-        k_cache, v_cache: [N, bs, KVH, D], contiguous, of q's dtype.
+        k_cache, v_cache: [N, bs, KVH, D], of q's dtype. Each may have any strides of block, slot and kv head (a view of
+            [N, KVH, bs, D], or of one tensor that holds both); the last dim is contiguous.
         block_tables: [B, M], int32 or int64: token j of sequence b lies at place j % bs of block
             `block_tables[b, j // bs]`. Rows may lie any distance apart. Only the first ceil(context_lens[b] / bs)
             entries of a row are read.
@@ -146,6 +159,8 @@ def triton_paged_decode_attention(
         q.stride(0),
         block_tables.stride(0),
         float(scale),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
         GROUP=group,
         KVH=sizes["KVH"],
         D=sizes["D"],
@@ -181,6 +196,8 @@ def _check_tensors(arguments: dict[str, Any]) -> dict[str, int]:
             raise ValueError(f"{name} must be contiguous, got the strides {tensor.stride()}.")
         if contiguous == "rows" and tensor.numel() and not tensor[0].is_contiguous():
             raise ValueError(f"{name} must be contiguous after its first dim, got the strides {tensor.stride()}.")
+        if contiguous == "last dim" and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
+            raise ValueError(f"{name} must be contiguous in its last dim, got the strides {tensor.stride()}.")
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device}, but {owner} is on {first.device}: use one device.")
         if dtypes is FLOATS and tensor.dtype != first.dtype:

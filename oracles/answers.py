@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from pagefuzz.oracles.invariant import Violation
 from pagefuzz.oracles.loop import paged_decode_attention as loop_paged_decode_attention
 from pagefuzz.oracles.loop import reshape_and_cache as loop_reshape_and_cache
 from pagefuzz.oracles.loop import slot_mapping as loop_slot_mapping
+from pagefuzz.oracles.loop import write_then_decode as loop_write_then_decode
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, arguments_of
 from pagefuzz.strategies.number_formats import FORMATS, decode
@@ -26,11 +27,13 @@ DENSE: dict[str, Callable[..., Any]] = {
     "slot_mapping": lambda case, declared: dense_slot_mapping.right_answer(case),
     "reshape_and_cache": lambda case, declared: dense_reshape_and_cache.right_answer(case),
     "paged_decode_attention": dense_paged_decode_attention.right_answer,
+    "write_then_decode": dense_paged_decode_attention.right_answer,  # wherever the tokens come from
 }
 LOOP: dict[str, Callable[..., Any]] = {
     "slot_mapping": loop_slot_mapping.right_answer,
     "reshape_and_cache": loop_reshape_and_cache.right_answer,
     "paged_decode_attention": loop_paged_decode_attention.right_answer,
+    "write_then_decode": loop_write_then_decode.right_answer,
 }
 AGREEMENT = 2.0**-40  # of the float64 oracles, relative to the largest value that took part
 
@@ -154,10 +157,10 @@ def slot_words(case: Any, slot: int) -> str:
     return f"slot {slot} (block {slot // case.block_size}, offset {slot % case.block_size})"
 
 
-def addressed_elements(case: Any, buffer: str) -> np.ndarray:
-    """int64: the elements of a buffer that the call must write."""
-    runs = case.watched().get(buffer, [])
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, first + count) for first, count in runs)])
+def addressed(case: Any, buffer: str) -> np.ndarray:
+    """The elements of a buffer that the call must write."""
+    rows = [elements.reshape(-1) for where, elements in case.watched().values() if where == buffer]
+    return np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
 
 
 def stray_change(case: Any, run: Observation) -> Violation | None:
@@ -165,7 +168,7 @@ def stray_change(case: Any, run: Observation) -> Violation | None:
     if run.wild is not None and run.wild.kind != "load":
         return Violation(str(run.wild), "stores stay inside what the call may write", _place(case, run.wild))
     for name, change in run.changes.items():
-        stray = np.flatnonzero(~np.isin(change.elements, addressed_elements(case, name)))
+        stray = np.flatnonzero(~np.isin(change.elements, addressed(case, name)))
         if len(stray):
             first = int(stray[0])
             digits = change.after.dtype.itemsize * 2
@@ -186,7 +189,7 @@ def stray_store(case: Any, run: Observation) -> Violation | None:
             continue
         tensor = arguments_of(case).tensors[name]
         elements = stored + tensor.offset
-        stray = elements[~np.isin(elements, addressed_elements(case, tensor.buffer.name))]
+        stray = elements[~np.isin(elements, addressed(case, tensor.buffer.name))]
         if len(stray):
             many = f"{len(stray)} elements" if len(stray) > 1 else "1 element"
             return Violation(
@@ -207,25 +210,24 @@ def _place(case: Any, wild: Any) -> str:
     return element_words(case, wild.tensor, wild.index) if wild.tensor else ""
 
 
-def element_words(case: Any, buffer: str, element: int) -> str:
-    """An element of a buffer as a person looks for it."""
-    tensors = [tensor for tensor in arguments_of(case).tensors.values() if tensor.buffer.name == buffer]
-    if not tensors:
-        return f"{buffer}, element {element}"
-    size = tensors[0].buffer.size
-    where = f"{buffer}, element {element}"
-    if buffer == "block_tables" and 0 <= element < size:
+def element_words(case: Any, name: str, element: int) -> str:
+    """An element of a buffer, or of the tensor of that name, as a person looks for it."""
+    tensors = arguments_of(case).tensors
+    tensor = next((each for each in tensors.values() if each.buffer.name == name), tensors.get(name))
+    where = f"{name}, element {element}"
+    if tensor is None:
+        return where
+    buffer = tensor.buffer
+    if name != buffer.name:
+        element += tensor.offset
+    if element < 0:
+        return f"{where}: {-element} before the start of {buffer.name}"
+    if element >= buffer.size:
+        return f"{where}: {element - buffer.size} past the end of {buffer.name}, which has {buffer.size}"
+    if name == "block_tables":
         b, column = divmod(element, case.width + case.table_padding)
         return f"{where} = row {b}, column {column} of {case.width}"
-    if tensors[0].buffer.is_cache:
-        block, inside = divmod(element, case.block_size * case.num_kv_heads * case.head_dim)
-        offset, inside = divmod(inside, case.num_kv_heads * case.head_dim)
-        where += f" = block {block}, offset {offset}, kv head {inside // case.head_dim}, dim {inside % case.head_dim}"
-    if element < 0:
-        return f"{where}: {-element} before the start of {buffer}"
-    if element >= size:
-        return f"{where}: {element - size} past the end of {buffer}, which has {size}"
-    return where
+    return f"{where} = {case.cache_words(buffer.name, element)}" if buffer.is_cache else where
 
 
 def unfinished(twin: Observation, what: str) -> Violation:
@@ -253,20 +255,70 @@ def bits_differ(
         t = int(np.flatnonzero(run.output.bits != twin.output.bits)[0])
         right = f"slot {run.output.bits[t]}, as {otherwise}"
         return Violation(f"slot {twin.output.bits[t]} {what}", right, f"token {t}")
-    differ = run.output.bits != twin.output.bits
-    if declared.empty == "untouched":
-        differ[[b for b, n in enumerate(case.context_lens) if n == 0]] = False
-    if not differ.any():
+    rows = range(len(case.context_lens))
+    return rows_differ(case, run, twin, rows, declared, what, otherwise)
+
+
+def rows_differ(
+    case: Any,
+    run: Observation,
+    twin: Observation,
+    rows: Iterable[int],
+    declared: Declaration,
+    what: str,
+    otherwise: str = "without that",
+) -> Violation | None:
+    """The first place where an attention twin has other bits than the case; its row i is the case's sequence rows[i].
+
+    Both must have finished. Rows that are left untouched are not looked at.
+    """
+    assert run.output is not None and twin.output is not None
+    for place, b in enumerate(rows):
+        n = case.context_lens[b]
+        if n == 0 and declared.empty == "untouched":
+            continue
+        mine, theirs = run.output.bits[b], twin.output.bits[place]
+        if np.array_equal(mine, theirs):
+            continue
+        differ = mine != theirs
+        h, d = (int(i) for i in np.argwhere(differ)[0])
+        digits = mine.dtype.itemsize * 2
+        seen, right = (
+            f"{decode(bits[h, d : d + 1], run.output.dtype)[0]:.9g} ({hex_bits(bits[h, d], digits)})"
+            for bits in (theirs, mine)
+        )
+        return Violation(
+            f"sequence {b} {what}: out[{h}, {d}] = {seen}",
+            f"{right}, as {otherwise}; they differ {_how_far(mine[h, d], theirs[h, d])}",
+            f"sequence {b} (context length {n}), head {h}, dim {d}; {int(differ.sum())} of {differ.size} differ",
+        )
+    return None
+
+
+def _how_far(left: Any, right: Any) -> str:
+    """How far two floats of one dtype are apart, told by their bits."""
+    sign = 1 << (left.dtype.itemsize * 8 - 1)
+    places = [int(bits) if int(bits) < sign else sign - int(bits) for bits in (left, right)]
+    apart = abs(places[0] - places[1])
+    if apart == 0:
+        return "in the sign of zero"
+    return "in the last bit" if apart == 1 else f"by {apart} units in the last place"
+
+
+def blamed(
+    case: Any, run: Observation, twin: Any, observed: Callable[[], Observation], declared: Declaration, how: str
+) -> Violation | None:
+    """What is wrong with a run, if its twin is right: then what the twin does otherwise is the cause.
+
+    observed: gives the twin's run, and is only called where the case's own is wrong. how: the twin is, in words.
+    """
+    if is_right(case, run, declared) or not is_right(twin, observed(), declared):
         return None
-    b, h, d = (int(i) for i in np.argwhere(differ)[0])
-    digits = run.output.bits.dtype.itemsize * 2
-    values = [decode(item.output.bits[b, h, d : d + 1], item.output.dtype)[0] for item in (run, twin) if item.output]
-    return Violation(
-        f"out[{b}, {h}, {d}] = {values[1]:.9g} ({hex_bits(twin.output.bits[b, h, d], digits)}) {what}",
-        f"{values[0]:.9g} ({hex_bits(run.output.bits[b, h, d], digits)}), as {otherwise}",
-        f"sequence {b} (context length {case.context_lens[b]}), head {h}, dim {d}; "
-        f"{int(differ.sum())} of {differ.size} elements differ",
-    )
+    seen, where = f"raised {run.raised}" if run.raised else str(run.wild or run.misreturned), ""
+    wrong = stray_change(case, run) or (first_difference(case, run, declared) if run.finished else None)
+    if wrong is not None:
+        seen, where = wrong.seen, wrong.where
+    return Violation(seen, f"the same result as {how}, where the kernel is right", where)
 
 
 def _cache_differs(case: Any, run: Observation, twin: Observation, what: str, otherwise: str) -> Violation:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.answers import element_words, first_difference, is_right
 from pagefuzz.oracles.invariant import Invariant, Violation
@@ -66,8 +68,8 @@ class TailIsUnused(Invariant):
         if run.loads is None or "block_tables" not in run.loads:
             return None
         stride = case.width + case.table_padding
-        for element in run.loads["block_tables"]:
-            b, column = divmod(int(element), stride)
+        for element in run.loads["block_tables"].tolist():
+            b, column = divmod(element, stride)
             used = len(case.sequences[b].blocks)
             if column >= used:
                 return Violation(
@@ -79,18 +81,19 @@ class TailIsUnused(Invariant):
         return None
 
     def _page_loads(self, case: Any, run: Observation) -> Violation | None:
-        owned = set(case.owned)
+        owned = case.owned
         for name in ("k_cache", "v_cache"):
-            for element in (run.loads or {}).get(name, ()):
-                block = int(element) // case.block_elements()
+            elements = (run.loads or {}).get(name, np.empty(0, np.int64))
+            blocks = elements // case.caches()[name].strides[0] if len(elements) else elements
+            for block in blocks[np.diff(blocks, prepend=-1) != 0].tolist():
                 if block not in owned:
                     return self._foreign(case, name, block, "was loaded")
         return None
 
     def _touched(self, case: Any, run: Observation) -> Violation | None:
-        for name in ("k_cache", "v_cache"):
+        for name, stride in _cache_buffers(case).items():
             for first, last in run.touched.get(name, ()):
-                size = case.block_elements() * ITEMSIZE[case.dtype]
+                size = stride * ITEMSIZE[case.dtype]
                 blocks = range(first // size, last // size + 1)
                 named = [entry for row in case.sequences for entry in row.tail if entry in blocks]
                 if not named and len(blocks) > 1:  # one memory page holds many small blocks
@@ -114,3 +117,8 @@ class TailIsUnused(Invariant):
             self._owned(case),
             f"the tail of row {rows[0]} names it" if rows else "no row names it",
         )
+
+
+def _cache_buffers(case: Any) -> dict[str, int]:
+    """The buffers of the caches, and the elements from block to block in each; none for slot_mapping."""
+    return {cache.buffer: cache.strides[0] for cache in case.caches().values()} if hasattr(case, "caches") else {}

@@ -10,12 +10,13 @@ from pagefuzz.oracles.answers import bits_differ
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 
-TWIN = "other blocks"
+TWIN, COPIES = "other blocks", "copies of shared pages"
 
 
 class PlacementIsInvisible(Invariant):
-    """The same tokens in other blocks of a larger pool give the same bits (attention-gym#189, flashinfer#3022). Slots
-    and copies follow their blocks, which I4 and I6 hold bit for bit already."""
+    """The same tokens in other blocks of a larger pool give the same bits (attention-gym#189, flashinfer#3022), and so
+    do copies of pages that sequences share. Slots and copies follow their blocks, which I4 and I6 hold bit for bit
+    already."""
 
     id = "I7"
     statement = "physical placement is invisible"
@@ -27,7 +28,13 @@ class PlacementIsInvisible(Invariant):
         return bool(case.owned)
 
     def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
-        return {TWIN: case.elsewhere(case.in_pool()[::-1], free=3)}
+        twins = {TWIN: case.elsewhere(case.in_pool()[::-1], free=3)}
+        copies = case.unshared()
+        return twins if copies is None else {**twins, COPIES: copies}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
-        return bits_differ(case, observations["case"], observations[TWIN], declared, "with the tokens in other blocks")
+        run = observations["case"]
+        found = bits_differ(case, run, observations[TWIN], declared, "with the tokens in other blocks")
+        if found or COPIES not in observations:
+            return found
+        return bits_differ(case, run, observations[COPIES], declared, "with a copy of each page that it shares")

@@ -16,8 +16,9 @@ TWIN = "other values where nobody owns"
 
 
 class UnownedIsInvisible(Invariant):
-    """Free blocks, block 0, the tail of the last page and the gaps of views hold poison; other poison must give the
-    same bits. A weight of 0 times a NaN of the last page's tail is a NaN (vllm#641, flashinfer#941, jax 11cf85deb0)."""
+    """Free blocks, block 0, the tail of the last page, the gaps of views and the memory that the kernel allocates hold
+    poison; other poison must give the same bits. A weight of 0 times a NaN of the last page's tail is a NaN (vllm#641,
+    flashinfer#941, jax 11cf85deb0)."""
 
     id = "I8"
     statement = "what nobody owns is invisible"
@@ -30,9 +31,10 @@ class UnownedIsInvisible(Invariant):
             other = "tenant" if case.poison != "tenant" else "zeros"
         else:
             other = "nan" if case.poison in FINITE_POISONS else "zeros"
-        return {TWIN: replace(case, poison=other)}
+        return {TWIN: replace(case, poison=other, fresh="zeros" if case.fresh != "zeros" else "nan")}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
-        other = self.twins(case, declared)[TWIN].poison
-        what = f"with {other} in place of {case.poison} where nobody owns"
+        twin = self.twins(case, declared)[TWIN]
+        what = f"with {twin.poison} in place of {case.poison} where nobody owns, "
+        what += f"{twin.fresh} in place of {case.fresh} in fresh memory"
         return bits_differ(case, observations["case"], observations[TWIN], declared, what)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import bits_differ, first_difference, is_right, stray_change
+from pagefuzz.oracles.answers import bits_differ, blamed, is_right
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 
@@ -28,17 +28,11 @@ class AddressesAre64Bit(Invariant):
         return {TWIN: case.compact()}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
-        run, twin = observations["case"], observations[TWIN]
-        if is_right(case, run, declared):
-            if not is_right(case.compact(), twin, declared):
-                return None  # wrong near, right far
-            if not case.watched() and run.output is not None and run.output.dtype == "int64":
-                return None  # slots name their blocks, which differ
-            return bits_differ(case, run, twin, declared, "in a compact pool")
-        if not is_right(case.compact(), twin, declared):
-            return None  # wrong near and far: not for the width of an address
-        seen, where = f"raised {run.raised}" if run.raised else str(run.wild or run.misreturned), ""
-        wrong = stray_change(case, run) or (first_difference(case, run, declared) if run.finished else None)
-        if wrong is not None:
-            seen, where = wrong.seen, wrong.where
-        return Violation(seen, "the same result as in a compact pool, where the kernel is right", where)
+        run, compact = observations["case"], case.compact()
+        if not is_right(case, run, declared):
+            return blamed(case, run, compact, lambda: observations[TWIN], declared, "in a compact pool")
+        if not is_right(compact, observations[TWIN], declared):
+            return None  # wrong near, right far
+        if not case.watched() and run.output is not None and run.output.dtype == "int64":
+            return None  # slots name their blocks, which differ
+        return bits_differ(case, run, observations[TWIN], declared, "in a compact pool")

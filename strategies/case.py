@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+import numpy as np
 from msgspec import Meta
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.number_formats import FORMATS
 from pagefuzz.strategies.tensors import Buffer, Tensor
-from pagefuzz.strategies.values import POISONS
+from pagefuzz.strategies.values import FRESH, POISONS
 
 # Bounds on what a file may ask for. They keep a damaged or hostile one from filling the memory; what is drawn lies far
 # inside them.
@@ -68,6 +69,7 @@ class Case(ABC):
     operation: ClassVar[str]
     faults: ClassVar[tuple[str, ...]] = ()
     value_faults: ClassVar[tuple[str, ...]] = ()
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype",)
 
     seed: Seed = 0
     relations: tuple[Name, ...] = ()
@@ -84,8 +86,15 @@ class Case(ABC):
     def arguments(self) -> Arguments:
         """The tensors and numbers of the call."""
 
-    def watched(self) -> dict[str, list[tuple[int, int]]]:
-        """What the call must write: by buffer, runs of elements (first, how many), in the order of the tokens."""
+    def broken(self, fault: str, declared: Declaration) -> Self:
+        """The case with one of its faults. Raises InvalidCase where it has nothing to break in that way."""
+        twin = replace(self, fault=fault)
+        twin.check()
+        twin.arguments()
+        return twin
+
+    def watched(self) -> dict[str, tuple[str, np.ndarray]]:
+        """What the call must write: by tensor, its buffer, and int64[tokens, elements], where in it each token goes."""
         return {}
 
     def beyond(self, declared: Declaration) -> str:
@@ -180,10 +189,14 @@ def smaller(value: int, least: int = 1) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class WithFloats(Case):
-    """A case with floating-point tensors."""
+    """A case with floating-point tensors.
+
+    poison: what lies where nobody owns. fresh: what lies in the memory that the kernel allocates for itself.
+    """
 
     dtype: Name = "float32"
     poison: Name = "zeros"
+    fresh: Name = "nan"
     values: Name = "ordinary"
     value_recipes: ClassVar[tuple[str, ...]] = ("ordinary",)
 
@@ -191,6 +204,7 @@ class WithFloats(Case):
         super().check()
         require(self.dtype in FORMATS, f"dtype={self.dtype!r} is not one of {', '.join(FORMATS)}")
         require(self.poison in POISONS, f"poison={self.poison!r} is not one of {', '.join(POISONS)}")
+        require(self.fresh in FRESH, f"fresh={self.fresh!r} is not one of {', '.join(FRESH)}")
         require(
             self.values in self.value_recipes, f"values={self.values!r} is not one of {', '.join(self.value_recipes)}"
         )
@@ -200,7 +214,7 @@ class WithFloats(Case):
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
-        plain: dict[str, Any] = {"dtype": "float32", "poison": "zeros", "values": "ordinary"}
+        plain: dict[str, Any] = {"dtype": "float32", "poison": "zeros", "fresh": "nan", "values": "ordinary"}
         for name, value in plain.items():
             if getattr(self, name) != value:
                 yield replace(self, **{name: value})

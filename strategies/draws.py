@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
+from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.case import InvalidCase
-from pagefuzz.strategies.number_formats import STORAGE, decode
-from pagefuzz.strategies.tensors import Tensor
-from pagefuzz.strategies.values import FINITE_POISONS, POISONS
+from pagefuzz.strategies.number_formats import FORMATS, STORAGE, decode
+from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
+from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
 
 # Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
 HEAD_DIMS = (8, 1, 2, 4, 3, 16, 8, 2, 5, 64, 32, 4, 80, 1, 16, 128, 12)
 GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
 BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
+FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
+ORDERS = (0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4)  # of programs; `Case.order`
+ONE_IN_6 = (False,) * 5 + (True,)
+# Of the values, and of what there are many of: lengths, the order of blocks, tokens. A choice for each would cost more;
+# and since Hypothesis copies a choice to where it made another like it, large cases would come more often.
 SEEDS = st.integers(0, 2**16)
-ORDERS = st.sampled_from((0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4))  # of programs; `Case.order`
+MOST_TOGETHER = 256  # of more combinations, Hypothesis draws the first ones more often
 
-assert set(POISON_ORDER) == set(POISONS) and set(FINITE_POISONS) < set(POISONS)
+assert set(POISON_ORDER) == set(POISONS) and set(FRESH_ORDER) == set(FRESH) and set(FINITE_POISONS) < set(POISONS)
 
 
 @lru_cache(maxsize=64)
@@ -35,26 +43,29 @@ def _pool(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple
     return tuple(sorted(listed)[:8])
 
 
-def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> st.SearchStrategy[int]:
-    """A declared size: out of `preferred` where the kernel supports any of them, else what it lists."""
+def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple[int, ...]:
+    """The declared sizes to draw from: those of `preferred` that the kernel supports, else what it lists."""
     pool = _pool(declared, what, preferred)
     if not pool:
         raise InvalidCase(f"nothing to draw: the declared {what} admit no size up to 1024")
     listed = getattr(declared, what)
     extra = () if listed is None or callable(listed) else tuple(size for size in listed if size not in pool)[:8]
-    return st.sampled_from(pool + extra)
+    return pool + extra
 
 
-def one_in(n: int) -> st.SearchStrategy[bool]:
-    """True once in `n` draws; shrinks to False."""
-    return st.sampled_from((False,) * (n - 1) + (True,))
+def one_of_each(*tables: tuple[Any, ...]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """One of each table, as one choice: a choice costs Hypothesis more than what is done with it."""
+    together = tuple(product(*tables))
+    assert len(together) <= MOST_TOGETHER, f"{len(together)} combinations are not drawn evenly: use two choices"
+    return st.sampled_from(together)
 
 
-def some_of(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
-    """None, one or two of `names`."""
-    if not names:
-        return st.just(())
-    return st.lists(st.sampled_from(names), max_size=2, unique=True).map(lambda drawn: tuple(sorted(drawn)))
+_HOW_MANY = st.sampled_from((0, 0, 0, 0, 0, 0, 1, 2, 2))
+
+
+def some_of(draw: st.DrawFn, chance: Random, names: tuple[str, ...]) -> tuple[str, ...]:
+    """One of `names` in one of nine draws, two (or all, if there are fewer) in two, else none."""
+    return tuple(sorted(chance.sample(names, min(draw(_HOW_MANY), len(names)))))
 
 
 def recast(tensor: Tensor, dtype: str) -> None:
@@ -71,3 +82,21 @@ def recast(tensor: Tensor, dtype: str) -> None:
 def poke(tensor: Tensor, element: int, value: int) -> None:
     """Put `value` at `element` of a small integer tensor's buffer; a fault for I16."""
     tensor.buffer.pieces[0][1][element] = value
+
+
+def respaced(tensor: Tensor, dim: int) -> Tensor:
+    """A small tensor with the same elements, and as much poison behind each entry of `dim` as the entry is long.
+
+    A fault for I16. Raises InvalidCase where that would be no other layout.
+    """
+    if tensor.shape[dim] < 2 or 0 in tensor.shape:
+        raise InvalidCase(f"{tensor.name} has no two entries in dim {dim} to put apart")
+    strides = list(row_major(tensor.shape))
+    strides[: dim + 1] = [2 * stride for stride in strides[: dim + 1]]
+    index = np.indices(tensor.shape).reshape(len(tensor.shape), -1)
+    ((start, bits),) = tensor.buffer.pieces
+    spread = Buffer(tensor.name, tensor.buffer.dtype, strides[0] * tensor.shape[0])
+    full = np.full(spread.size, FORMATS[spread.dtype].nan if spread.dtype in FORMATS else 99999, dtype=bits.dtype)
+    full[np.array(strides) @ index] = bits[tensor.offset - start + np.array(tensor.strides) @ index]
+    spread.pieces.append((0, full))
+    return Tensor(tensor.name, spread, tensor.shape, tuple(strides))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from itertools import product
+from random import Random
 from typing import Self
 
 import numpy as np
 from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
+from pagefuzz.strategies import draws
 from pagefuzz.strategies.case import (
     FAR_ELEMENTS,
     MAX_ELEMENTS,
@@ -72,8 +74,12 @@ class Paged(Case):
         return 1
 
     def itemsize(self) -> int:
-        """Bytes of one element of a cache (64, so that nothing depends on it, for an operation without a cache)."""
+        """Bytes of one element of a cache (64 for an operation without a cache: as if each had a line of its own)."""
         return 64
+
+    def block_period(self) -> int:
+        """After how many blocks addresses repeat modulo 64 bytes (1 for an operation without a cache)."""
+        return 1
 
     def check(self) -> None:
         super().check()
@@ -119,7 +125,7 @@ class Paged(Case):
         return padded_rows("block_tables", self.index_dtype, rows, (self.width,), fill)
 
     def features(self) -> frozenset[str]:
-        words = set()
+        words = set(super().features())
         rows, size = self.sequences, self.block_size
         for word, holds in (
             ("B = 0", not rows),
@@ -169,7 +175,7 @@ class Paged(Case):
         A block keeps its address modulo 64 bytes: how rows happen to be aligned may choose the order of a kernel's
         sums, and with it the last bit; alignment is drawn by views, never by accident.
         """
-        period = 64 // gcd(64, self.block_elements() * self.itemsize())
+        period = self.block_period()
         names = {block: index * period + block % period for index, block in enumerate(ids)}
         return self.renamed(names, max(names.values(), default=0) + 1 + free)
 
@@ -332,16 +338,21 @@ class Paged(Case):
 
 TAILS = ("garbage", "minus_one", "live", "past_pool", "free", "int32_max", "distant")
 
+_LENGTHS = ("any", "one less", "any", "one more", "multiple", "any", "one", "zero")
+_PAGES = (3, 2, 1, 4, 3, 5, 2, 7)
+# As many with one kind as with two.
+_TAIL_KINDS = st.sampled_from(tuple((kind,) for kind in TAILS) * len(TAILS) + tuple(product(TAILS, repeat=2)))
+_POOLS = draws.one_of_each((2, 1, 0, 4), (False, True, False, False))
+_PLACES = draws.one_of_each(draws.ONE_IN_6, (FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS), (1, 0, 2, 1, 4))
 
-@st.composite
-def context_lengths(draw: st.DrawFn, block_size: int, most: int, empty: bool) -> int:
+
+def context_length(chance: Random, block_size: int, most: int, empty: bool) -> int:
     """A context length up to `most`: 0, 1, exact multiples, one off a multiple, several pages."""
-    kind = draw(st.sampled_from(("any", "one less", "any", "one more", "multiple", "any", "one", "zero")))
+    kind, pages = chance.choice(_LENGTHS), chance.choice(_PAGES)
     if kind == "zero":
         return 0 if empty else 1
     if kind == "one":
         return 1
-    pages = draw(st.sampled_from((3, 2, 1, 4, 3, 5, 2, 7)))
     if kind == "multiple":
         tokens = pages * block_size
     elif kind == "one less":
@@ -349,48 +360,47 @@ def context_lengths(draw: st.DrawFn, block_size: int, most: int, empty: bool) ->
     elif kind == "one more":
         tokens = (pages - 1) * block_size + 1
     else:
-        tokens = (pages - 1) * block_size + draw(st.integers(1, block_size))
+        tokens = (pages - 1) * block_size + chance.randint(1, block_size)
     if tokens > most:  # keep what made it special: the distance from a multiple of the block size
         tokens = max(1, tokens - pages_of(tokens - most, block_size) * block_size)
     return max(1, min(tokens, most))
 
 
-@st.composite
 def sequences(
     draw: st.DrawFn,
+    chance: Random,
     lengths: list[int],
     block_size: int,
     block_elements: int,
     itemsize: int,
     limits: Limits,
-    declared: Declaration,
     int32: bool,
-    far: bool,
 ) -> tuple[tuple[Sequence, ...], int]:
     """Rows of a block table for the given context lengths, and the number of blocks of their pool.
 
-    Physical blocks are shuffled; a few are free; a prefix may be shared; with `far` some blocks lie where their element
-    offset passes 2^31 (or 2^32); every tail kind of I2 is drawn as far as its address stays inside the arena.
+    Physical blocks are shuffled; a few are free; a prefix may be shared; some blocks may lie where their element offset
+    passes 2^31 (or 2^32); every tail kind of I2 is drawn as far as its address stays inside the arena.
     """
     counts = [pages_of(length, block_size) for length in lengths]
-    shared = _shared_prefix(draw, lengths, block_size)
+    free, sharing = draw(_POOLS)
+    far, distance, excess = draw(_PLACES)
+    shared = _shared_prefix(lengths, block_size) if sharing else [0] * len(lengths)
     needed = sum(counts) - sum(shared)
-    free = draw(st.sampled_from((2, 1, 0, 4)))
-    small = draw(st.permutations(range(needed + free))) if needed + free else []
+    ids = list(range(needed + free))
+    chance.shuffle(ids)
     block_bytes = block_elements * itemsize
     most_ids = min(limits.cache_bytes // block_bytes, INT32_MAX if int32 else 2**40)
-    ids = list(small)
     pool = max(needed + free, 1)
     # One free block with nothing filled around it: a read of it shows, even by a kernel whose accesses go untraced.
     distant = pool + 2 * (8192 // block_bytes + 1)
     if far:
-        jump = draw(st.sampled_from((FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))) // block_elements
+        jump = distance // block_elements
         while jump + pool >= most_ids and jump * block_elements > FAR_ELEMENTS:
             jump //= 2
         if jump * block_elements >= FAR_ELEMENTS and jump + pool < most_ids:
-            ids = [block + jump * (1 - (index % 3 == 2)) for index, block in enumerate(small)]
+            ids = [block + jump * (1 - (index % 3 == 2)) for index, block in enumerate(ids)]
             pool += jump
-    tail_kinds = draw(st.lists(st.sampled_from(TAILS), min_size=1, max_size=2)) if lengths else ["garbage"]
+    tail_kinds = draw(_TAIL_KINDS) if lengths else ("garbage",)
     if "distant" in tail_kinds and distant < most_ids:
         pool = max(pool, distant + 8192 // block_bytes + 2)
     owned, spare = ids[:needed], ids[needed:]
@@ -399,7 +409,7 @@ def sequences(
     for b, count in enumerate(counts):
         prefix = blocks[0][: shared[b]] if b else ()
         blocks.append(prefix + tuple(next(takes) for _ in range(count - len(prefix))))
-    width = max(counts, default=0) + draw(st.sampled_from((1, 0, 2, 1, 4)))
+    width = max(counts, default=0) + excess
     rows = []
     for b, length in enumerate(lengths):
         tail = []
@@ -420,9 +430,7 @@ def sequences(
     return tuple(rows), pool
 
 
-def _shared_prefix(draw: st.DrawFn, lengths: list[int], block_size: int) -> list[int]:
-    """How many leading pages each sequence shares with sequence 0: full pages of both."""
-    if len(lengths) < 2 or lengths[0] < block_size or draw(st.integers(0, 5)) != 1:
-        return [0] * len(lengths)
-    full = lengths[0] // block_size
+def _shared_prefix(lengths: list[int], block_size: int) -> list[int]:
+    """How many leading pages each sequence may share with sequence 0: full pages of both."""
+    full = lengths[0] // block_size if lengths else 0
     return [0] + [min(full, length // block_size, 1 + b % 2) for b, length in enumerate(lengths[1:])]

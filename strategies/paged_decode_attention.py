@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar, Self
 
 import numpy as np
@@ -12,24 +13,25 @@ from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
+from pagefuzz.strategies.cache_layouts import LAYOUT_FAULTS, WithCaches, cache_layouts
 from pagefuzz.strategies.case import (
     MAX_ELEMENTS,
     MAX_PRODUCTS,
     Arguments,
+    Count,
     InvalidCase,
     Limits,
     Name,
     Padding,
     Size,
-    WithFloats,
     first_beyond,
     require,
     smaller,
     with_size,
 )
-from pagefuzz.strategies.layouts import PAGE, Paged, context_lengths, sequences
+from pagefuzz.strategies.layouts import PAGE, Paged, context_length, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
-from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
+from pagefuzz.strategies.tensors import Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import MODEST_POISONS, counter_hash, dyadic, grid, poison_bits
 
 OPERATION = "paged_decode_attention"
@@ -37,20 +39,24 @@ TOKEN_VALUES = 100_000  # tokens times query heads times dims, of one sequence
 POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 
 DRAWN_VALUES = ("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows")
-# Drawn by no strategy: the special values of I3 and I5.
+# Drawn by no strategy: the special values of I3 and I5, and those of the relations whose runs may add in other orders.
 PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
+NEEDLES = "needles"
+GAP = 200.0  # between the scores of needles and of all else: exp(-200) is 0 in float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedDecodeAttentionCase(Paged, WithFloats):
+class PagedDecodeAttentionCase(WithCaches, Paged):
     """One query a sequence over its pages.
 
     num_kv_heads, group_size, head_dim: KVH, H / KVH, D. scale: on the scores. q_padding: elements between the end of a
-    row [H, D] of q and the start of the next. length_dtype: of context_lens.
+    row [H, D] of q and the start of the next. length_dtype: of context_lens. tokens_of, queries_of: the sequence whose
+    tokens lie in each page of each row, and whose query each row has; () for the usual, a block's first owner and the
+    row itself. Only relations use them: they move rows about and keep what is in them.
     """
 
     operation: ClassVar[str] = OPERATION
-    value_recipes: ClassVar[tuple[str, ...]] = (*dict.fromkeys(DRAWN_VALUES), *PROBES)
+    value_recipes: ClassVar[tuple[str, ...]] = (*dict.fromkeys(DRAWN_VALUES), *PROBES, NEEDLES)
     faults: ClassVar[tuple[str, ...]] = (
         "q of another dtype than the caches",
         "q without its head dim",
@@ -61,6 +67,11 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         "block_tables as floats",
         "block_tables one row short",
         "context_lens as floats",
+        "q with its last dim strided",
+        "q with strided heads",
+        "context_lens with a stride",
+        "block_tables with strided columns",
+        *LAYOUT_FAULTS,
     )
     value_faults: ClassVar[tuple[str, ...]] = (
         "context length past the table",
@@ -69,12 +80,14 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         "owned block negative",
     )
 
-    num_kv_heads: Size = 1
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype", "length_dtype")
+
     group_size: Size = 1
-    head_dim: Size = 1
     scale: float = 1.0
     q_padding: Padding = 0
     length_dtype: Name = "int64"
+    tokens_of: tuple[tuple[Count, ...], ...] = ()
+    queries_of: tuple[Count, ...] = ()
 
     @property
     def num_heads(self) -> int:
@@ -83,12 +96,6 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
     @property
     def context_lens(self) -> tuple[int, ...]:
         return tuple(row.context_len for row in self.sequences)
-
-    def block_elements(self) -> int:
-        return self.block_size * self.num_kv_heads * self.head_dim
-
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
 
     def check(self) -> None:
         super().check()
@@ -101,6 +108,11 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         require(products <= MAX_PRODUCTS, f"{products} products are more than a case may hold")
         programs = len(self.sequences) * self.num_heads
         require(programs <= 4096, f"{programs} rows of heads are more than a case may hold")
+        require(
+            [len(pages) for pages in self.tokens_of] in ([], [len(row.blocks) for row in self.sequences]),
+            "tokens_of does not name the pages of each sequence",
+        )
+        require(len(self.queries_of) in (0, len(self.sequences)), "queries_of does not name each row")
         if self.fault in self.value_faults:
             require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
 
@@ -119,13 +131,18 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
 
     def token_ids(self, b: int) -> np.ndarray:
         """int64[n]: one number for each token that sequence b sees; a shared page's tokens are its first owner's."""
-        row = self.sequences[b]
-        position = np.arange(row.context_len)
-        owner = np.array([self._first_owner(block, page) for page, block in enumerate(row.blocks)], dtype=np.int64)
+        position = np.arange(self.sequences[b].context_len)
+        owner = np.array(self.page_labels()[b], dtype=np.int64)
         return owner[position // self.block_size] * POSITIONS + position
 
-    def _first_owner(self, block: int, page: int) -> int:
-        return next(b for b, row in enumerate(self.sequences) if page < len(row.blocks) and row.blocks[page] == block)
+    def page_labels(self) -> tuple[tuple[int, ...], ...]:
+        """For each row and page, the sequence whose tokens lie there."""
+        if self.tokens_of:
+            return self.tokens_of
+        owners: dict[int, int] = {}
+        return tuple(
+            tuple([owners.setdefault(block, b) for block in row.blocks]) for b, row in enumerate(self.sequences)
+        )
 
     def key_values(self, tokens: np.ndarray) -> np.ndarray:
         """float64[len(tokens), KVH, D]: the keys of the given token ids."""
@@ -135,6 +152,10 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             keys = np.zeros((len(tokens), self.num_kv_heads, self.head_dim))
             keys[:, :, 0] = (tokens % POSITIONS)[:, None] == np.arange(self.num_kv_heads)[None, :] % self.key_places()
             return keys * self.key_strength()
+        if self.values == NEEDLES:
+            keys = np.zeros((len(tokens), self.num_kv_heads, self.head_dim))
+            keys[:, :, 0] = np.where(self._is_needle(tokens), 0.0, self._needle_strength())
+            return keys
         keys = 2 * dyadic(self.seed, "k", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
         if self.values == "shifted_rows":  # every score moves by the same large amount
             keys[:, :, 0] = 24
@@ -154,6 +175,8 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             return np.broadcast_to(np.arange(1.0, self.num_kv_heads + 1)[None, :, None], shape).astype(np.float64)
         if self.values == "heads_by_key":
             return np.broadcast_to((position + 1.0)[:, None, None], shape).astype(np.float64)
+        if self.values == NEEDLES:  # small positive integers: half the sum of two of them fits every dtype
+            return 1.0 + (counter_hash(self.seed, "v", grid(tokens, *shape[1:])) % np.uint64(99)).astype(np.float64)
         values = 2 * dyadic(self.seed, "v", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
         return values * 512 if self.values == "large_values" else values
 
@@ -166,7 +189,12 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             queries = np.zeros(shape)
             queries[:, :, 0] = 1
             return queries
-        queries = 2 * dyadic(self.seed, "q", grid(np.arange(shape[0]), *shape[1:]), self.dtype)
+        if self.values == NEEDLES:
+            queries = np.zeros(shape)
+            queries[:, :, 0] = math.copysign(32.0, -self.scale)
+            return queries
+        rows = np.array(self.queries_of or range(shape[0]), dtype=np.int64)
+        queries = 2 * dyadic(self.seed, "q", grid(rows, *shape[1:]), self.dtype)
         if self.values == "large_logits":
             queries *= 32
         if self.values in ("shifted_rows", "ascending_rows"):
@@ -180,6 +208,34 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
     def key_strength(self) -> float:
         """A power of two that makes a score of "heads_by_key" 32 or more, as far as float16 holds it."""
         return min(2.0 ** math.ceil(math.log2(32 / max(abs(self.scale), 2**-10))), 32768.0)
+
+    # Needles: in each sequence one or two tokens have the score 0 and all others one that is GAP less, so that their
+    # weights are exactly 1, 1/2 and 0. Whatever the order of the sums, the split, the base of the exponential and the
+    # precision of the weights, correct kernels give the same bits; and a row too many that weighs 1e-7 shows.
+
+    def has_needles(self) -> bool:
+        """Whether the recipe "needles" is exact for this case: no sequence sees a part of another's tokens, and the
+        scale is not so small that float16 keys cannot make up for it."""
+        lengths: dict[int, int] = {}
+        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
+            if len(set(pages)) > 1 or (pages and lengths.setdefault(pages[0], row.context_len) != row.context_len):
+                return False
+        return self._needle_strength() <= 2.0**14
+
+    def _needle_strength(self) -> float:
+        return 2.0 ** math.ceil(math.log2(GAP / (32 * max(abs(self.scale), 2**-30))))
+
+    def _is_needle(self, tokens: np.ndarray) -> np.ndarray:
+        """bool[len(tokens), KVH]"""
+        found = np.zeros((len(tokens), self.num_kv_heads), dtype=bool)
+        labels, positions = np.divmod(tokens, POSITIONS)
+        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
+            if row.context_len:
+                counters = 2 * (pages[0] * self.num_kv_heads + np.arange(self.num_kv_heads, dtype=np.uint64))
+                for turn in range(2):
+                    hashed = counter_hash(self.seed, "k", counters + np.uint64(turn)) % np.uint64(row.context_len)
+                    found |= (labels == pages[0])[:, None] & (positions[:, None] == hashed.astype(np.int64))
+        return found
 
     # ---- tensors
 
@@ -203,8 +259,7 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
         )
         arguments: dict[str, Tensor | int | float] = {
             "q": q,
-            "k_cache": self._cache("k_cache"),
-            "v_cache": self._cache("v_cache"),
+            **self._caches(),
             "block_tables": self.block_table(),
             "context_lens": lengths,
             "scale": self.scale,
@@ -213,47 +268,55 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             self._break(arguments)
         return Arguments(arguments)
 
-    def _cache(self, name: str) -> Tensor:
-        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
-        row = self.num_kv_heads * self.head_dim
-        values = self.key_values if name == "k_cache" else self.value_values
-        owned = self.owned
-        for block in self._filled_blocks():
-            bits = self._unowned(name, block).reshape(self.block_size, row)
-            filled = owned.get(block, 0)
-            if filled:
-                b, page = next(
-                    (b, sequence.blocks.index(block))
-                    for b, sequence in enumerate(self.sequences)
-                    if block in sequence.blocks
-                )
-                tokens = b * POSITIONS + page * self.block_size + np.arange(self.block_size)
-                probing = self.values in PROBES
-                known = self.block_size if probing else filled
-                bits[:known] = encode(values(tokens[:known]), self.dtype).reshape(known, row)
-            buffer.pieces.append((block * self.block_elements(), bits.reshape(-1)))
-        return Tensor(name, buffer, shape, row_major(shape))
+    def _caches(self) -> dict[str, Tensor]:
+        blocks, owned = self._filled_blocks(), self.owned
+        tensors, contents = self.cache_tensors(blocks, self._unowned)
+        mine = [place for place, block in enumerate(blocks) if block in owned]
+        if mine:
+            # A probe's rows go on to the end of the page.
+            known = np.array([self.block_size if self.values in PROBES else owned[blocks[place]] for place in mine])
+            first = self._first_tokens()
+            at, slots = np.nonzero(np.arange(self.block_size) < known[:, None])
+            tokens = np.array([first[blocks[place]] for place in mine])[at] + slots
+            for name, values in (("k_cache", self.key_values), ("v_cache", self.value_values)):
+                cache = self.caches()[name]
+                places = cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim)
+                bits = encode(values(tokens), self.dtype).reshape(places.shape)
+                contents[cache.buffer][np.array(mine)[at][:, None], places] = bits
+        return tensors
+
+    def _first_tokens(self) -> dict[int, int]:
+        """The token id of the first slot of each owned block."""
+        found: dict[int, int] = {}
+        for row, labels in zip(self.sequences, self.page_labels(), strict=True):
+            for page, (block, label) in enumerate(zip(row.blocks, labels, strict=True)):
+                found.setdefault(block, label * POSITIONS + page * self.block_size)
+        return found
 
     def _filled_blocks(self) -> list[int]:
         """The blocks that hold something: the whole of a small pool; else what the table names, and what lies around
         it, except a block with nothing filled near it, which is left untouched so that a read of it shows."""
-        if self.num_blocks * self.block_elements() * ITEMSIZE[self.dtype] <= PAGE:
+        if self.num_blocks * self.block_elements() * self.itemsize() <= PAGE:
             return list(range(self.num_blocks))
         owned = set(self.owned)
         near = {block + step for block in owned for step in (-1, 0, 1)} | {0}
-        reach = PAGE // (self.block_elements() * ITEMSIZE[self.dtype]) + 1
+        reach = PAGE // (self.block_elements() * self.itemsize()) + 1
         for block in self.in_pool():
             if any(abs(block - other) <= reach for other in owned):
                 near.add(block)
         return sorted(block for block in near if 0 <= block < self.num_blocks)
 
-    def _unowned(self, name: str, block: int) -> np.ndarray:
-        """The bits of a block before its owner's tokens are put in: poison."""
+    def _unowned(self, buffer: str, blocks: np.ndarray, count: int) -> np.ndarray:
+        """[len(blocks), count] bits of blocks before their owners' tokens are put in: poison."""
         if self.values in PROBES:
-            return encode(np.full(self.block_elements(), 0.0 if name == "k_cache" else 8.0), self.dtype)
-        seed = int(counter_hash(self.seed, name, np.array([block], dtype=np.uint64))[0] & np.uint64(0xFFFF))
-        return poison_bits(self.poison, self.dtype, self.block_elements(), seed).copy()
+            bits = encode(np.full((len(blocks), count), 0.0 if buffer == "k_cache" else 8.0), self.dtype)
+            if self.packed:
+                slots = np.arange(self.block_size)
+                keys = self.caches()["k_cache"].elements(slots, self.block_size, self.num_kv_heads, self.head_dim)
+                bits[:, keys] = 0
+            return bits
+        seeds = counter_hash(self.seed, buffer, blocks) & np.uint64(0xFFFF)
+        return poison_bits(self.poison, self.dtype, count, seeds)
 
     def _break(self, arguments: dict[str, Tensor | int | float]) -> None:
         """Break the contract as `fault` says."""
@@ -275,6 +338,7 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             rows = np.zeros((len(self.sequences), self.num_heads * (self.head_dim + 1)), FORMATS[self.dtype].bits)
             arguments["q"] = padded_rows("q", self.dtype, rows, (self.num_heads, self.head_dim + 1))
         elif self.fault == "v_cache with another block size":
+            require(self.cache_kind() == "contiguous", f"fault={self.fault!r} needs contiguous caches")
             shape = (self.num_blocks, self.block_size + 1, self.num_kv_heads, self.head_dim)
             tensors["v_cache"].shape, tensors["v_cache"].strides = shape, row_major(shape)
             tensors["v_cache"].buffer.size = math.prod(shape)
@@ -288,6 +352,14 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             draws.recast(table, "float32")
         elif self.fault == "context_lens as floats":
             draws.recast(lengths, "float32")
+        elif self.fault == "q with its last dim strided":
+            arguments["q"] = draws.respaced(tensors["q"], 2)
+        elif self.fault == "q with strided heads":
+            arguments["q"] = draws.respaced(tensors["q"], 1)
+        elif self.fault == "context_lens with a stride":
+            arguments["context_lens"] = draws.respaced(lengths, 0)
+        elif self.fault == "block_tables with strided columns":
+            arguments["block_tables"] = draws.respaced(table, 1)
         elif self.fault == "context length past the table":
             draws.poke(lengths, b, self.width * self.block_size + 1)
         elif self.fault == "negative context length":
@@ -312,12 +384,18 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
                 (self.dtype, True),
                 (f"values {self.values}", True),
                 (f"poison {self.poison}", True),
+                (f"fresh memory {self.fresh}", True),
             )
             if holds
         }
 
     def lines(self) -> list[str]:
-        return [*super().lines(), *([f"{self.poison} lies where nobody owns"] if self.poison != "zeros" else [])]
+        drawn = [*super().lines(), *self.layout_lines()]
+        if self.poison != "zeros":
+            drawn.append(f"{self.poison} lies where nobody owns")
+        if self.fresh != "nan":
+            drawn.append(f"fresh memory (torch.empty) holds {self.fresh}")
+        return drawn
 
     def shapes(self) -> str:
         return (
@@ -325,7 +403,38 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             f"bs={self.block_size} {self.dtype} scale={self.scale:g}"
         )
 
-    # ---- simpler
+    # ---- other cases of the same tokens
+
+    def batch(self, rows: list[int]) -> Self:
+        """A call with these sequences only, in this order; each may come more than once."""
+        labels = self.page_labels()
+        queries = self.queries_of or range(len(self.sequences))
+        return replace(
+            self,
+            sequences=tuple(self.sequences[b] for b in rows),
+            tokens_of=tuple(labels[b] for b in rows),
+            queries_of=tuple(queries[b] for b in rows),
+        )
+
+    def unshared(self) -> Self | None:
+        """Every sequence with copies of its own of the pages that it shares, or None where nothing is shared."""
+        if sum(len(row.blocks) for row in self.sequences) == len(self.owned):
+            return None
+        seen: set[int] = set()
+        period, rows, free = self.block_period(), [], self.num_blocks
+        for row in self.sequences:
+            blocks = list(row.blocks)
+            for page, block in enumerate(blocks):
+                if block in seen:  # at the same address modulo 64 bytes: see `elsewhere`
+                    free += (block - free) % period
+                    blocks[page], free = free, free + 1
+            seen |= set(row.blocks)
+            rows.append(replace(row, blocks=tuple(blocks)))
+        return replace(self, sequences=tuple(rows), num_blocks=free, tokens_of=self.page_labels())
+
+    def contiguous(self) -> Self:
+        """Contiguous caches and queries. The table keeps its stride: what lies in its gaps is a tail for I2."""
+        return replace(super().contiguous(), q_padding=0)
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
@@ -345,56 +454,73 @@ class PagedDecodeAttentionCase(Paged, WithFloats):
             yield replace(self, scale=1.0)
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
-) -> PagedDecodeAttentionCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    dtype = draw(st.sampled_from(declared.dtypes))
-    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
-    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4)))
-    group_size = draw(draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    count = draw(st.sampled_from((2, 1, 3, 1, 2, 4, 2, 1, 3, 2, 1, 0, 2)))
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> st.SearchStrategy[PagedDecodeAttentionCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
     empty = declared.empty != "never"
-    # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
-    tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
-    most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
-    count = min(count, max(tokens // (block_size + 1), 1))
-    lengths = [draw(context_lengths(block_size, most, empty)) for _ in range(count)]
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    block_elements = block_size * num_kv_heads * head_dim
-    rows, num_blocks = draw(
-        sequences(
+    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
+    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, declared.index_dtypes)
+    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
+    # scales: 0 stands for 1 / sqrt(D)
+    dims = draws.one_of_each(draws.sizes(declared, "head_dims", draws.HEAD_DIMS), (0.0, 1.0, 0.0, 0.5, 0.125))
+    block_sizes = st.sampled_from(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    counts = draws.one_of_each((2,) * 10 + (1,) * 6 + (3,) * 5 + (4,) * 2 + (0,), (0, 0, 1, 3))
+    contents = draws.one_of_each(poisons, DRAWN_VALUES)
+    paddings = st.sampled_from(("none", "one", "none", "a head", "keys and values"))
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> PagedDecodeAttentionCase:
+        seed = draw(draws.SEEDS)
+        chance = Random(seed)
+        dtype, index_dtype, length_dtype = draw(dtypes)
+        num_kv_heads, group_size = draw(heads)
+        head_dim, scale = draw(dims)
+        block_size = draw(block_sizes)
+        count, table_padding = draw(counts)
+        # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
+        tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
+        most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
+        count = min(count, max(tokens // (block_size + 1), 1))
+        lengths = [context_length(chance, block_size, most, empty) for _ in range(count)]
+        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
+        case = PagedDecodeAttentionCase(
+            block_size=block_size,
+            num_blocks=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            k_layout=k_layout,
+            v_layout=v_layout,
+        )
+        rows, num_blocks = sequences(
+            draw,
+            chance,
             lengths,
             block_size,
-            block_elements,
+            case.block_elements(),
             ITEMSIZE[dtype],
             limits,
-            declared,
             int32=index_dtype == "int32",
-            far=draw(draws.one_in(6)),
         )
-    )
-    poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
-    return PagedDecodeAttentionCase(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        sequences=rows,
-        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
-        index_dtype=index_dtype,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        head_dim=head_dim,
-        scale=draw(st.sampled_from((head_dim**-0.5, 1.0, head_dim**-0.5, 0.5, 0.125))),
-        q_padding=draw(st.sampled_from((0, 1, 0, head_dim, 2 * num_kv_heads * head_dim)))
-        if declared.token_strides == "any"
-        else 0,
-        length_dtype=draw(st.sampled_from(declared.index_dtypes)),
-        dtype=dtype,
-        poison=draw(st.sampled_from(poisons)),
-        values=draw(st.sampled_from(DRAWN_VALUES)),
-        seed=draw(draws.SEEDS),
-        relations=draw(draws.some_of(relations)),
-        order=draw(draws.ORDERS),
-    )
+        q_paddings = {"none": 0, "one": 1, "a head": head_dim, "keys and values": 2 * num_kv_heads * head_dim}
+        poison, values = draw(contents)
+        return replace(
+            case,
+            num_blocks=num_blocks,
+            sequences=rows,
+            table_padding=table_padding if declared.table_strides == "any" else 0,
+            index_dtype=index_dtype,
+            group_size=group_size,
+            scale=scale or head_dim**-0.5,
+            q_padding=q_paddings[draw(paddings)] if declared.token_strides == "any" else 0,
+            length_dtype=length_dtype,
+            dtype=dtype,
+            poison=poison,
+            fresh=chance.choice(draws.FRESH_ORDER),
+            values=values,
+            seed=seed,
+            relations=draws.some_of(draw, chance, relations),
+            order=chance.choice(draws.ORDERS),
+        )
+
+    return drawn()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import ClassVar, Self
 
 import numpy as np
@@ -12,25 +13,23 @@ from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
+from pagefuzz.strategies.cache_layouts import LAYOUT_FAULTS, WithCaches, cache_layouts
 from pagefuzz.strategies.case import (
     FAR_ELEMENTS,
     MAX_ELEMENTS,
     Arguments,
-    Blocks,
     Count,
     Int64,
     Limits,
     Name,
     Padding,
-    Size,
-    WithFloats,
     first_beyond,
     require,
     smaller,
     with_size,
 )
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE
-from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous, padded_rows, row_major
+from pagefuzz.strategies.tensors import Tensor, contiguous, padded_rows, row_major
 from pagefuzz.strategies.values import copied_bits, poison_bits, sentinel_bits
 
 OPERATION = "reshape_and_cache"
@@ -38,7 +37,7 @@ INT32_MIN = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshapeAndCacheCase(WithFloats):
+class ReshapeAndCacheCase(WithCaches):
     """T tokens to their slots.
 
     slots: the slot mapping; a negative one is padding. extra_rows: T' - T, rows of key and value that do not count.
@@ -57,24 +56,19 @@ class ReshapeAndCacheCase(WithFloats):
         "v_cache with another block size",
         "k_cache with fewer heads",
         "key with its last dim strided",
+        "key with strided heads",
+        "value with its last dim strided",
+        "slot_mapping with a stride",
+        *LAYOUT_FAULTS,
     )
     value_faults: ClassVar[tuple[str, ...]] = ("slot past the pool", "the same slot twice")
 
-    block_size: Size
-    num_blocks: Blocks
     slots: tuple[Int64, ...] = ()
     extra_rows: Count = 0
-    num_kv_heads: Size = 1
-    head_dim: Size = 1
     key_padding: Padding = 0
     value_padding: Padding = 0
     fused: bool = False
     index_dtype: Name = "int64"
-
-    @property
-    def row(self) -> int:
-        """Elements of one token in one cache."""
-        return self.num_kv_heads * self.head_dim
 
     @property
     def rows(self) -> int:
@@ -98,7 +92,7 @@ class ReshapeAndCacheCase(WithFloats):
         require(len(set(addressed)) == len(addressed), "two tokens have the same slot")
         require(len(self.slots) <= 4096, f"{len(self.slots)} tokens are more than a case may hold")
         touched = self.rows * (2 * self.row + self.key_padding + self.value_padding)
-        touched += (3 * len(addressed) + 4) * self.block_size * self.row
+        touched += (3 * len(addressed) + 4) * sum(cache.strides[0] for cache in self.caches().values())
         require(touched <= MAX_ELEMENTS, f"{touched} elements are more than a case may hold")
         if self.fault == "slot past the pool":
             require(bool(self.slots), f"fault={self.fault!r} needs a token")
@@ -149,27 +143,22 @@ class ReshapeAndCacheCase(WithFloats):
         arguments: dict[str, Tensor | int | float] = {
             "key": keys,
             "value": values,
-            "k_cache": self._cache("k_cache"),
-            "v_cache": self._cache("v_cache"),
+            **self.cache_tensors(self._filled_blocks(), self._previous)[0],
             "slot_mapping": contiguous("slot_mapping", self.index_dtype, slots.shape, slots),
         }
         if self.fault:
             self._break(arguments)
         return Arguments(arguments)
 
-    def _cache(self, name: str) -> Tensor:
-        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        buffer = Buffer(name, self.dtype, math.prod(shape), is_cache=True)
-        elements = self.block_size * self.row
-        for block in self._filled_blocks():
-            counters = block * elements + np.arange(elements, dtype=np.uint64)
-            buffer.pieces.append((block * elements, copied_bits(self.values, self.seed, name, counters, self.dtype)))
-        return Tensor(name, buffer, shape, row_major(shape))
+    def _previous(self, buffer: str, blocks: np.ndarray, count: int) -> np.ndarray:
+        """[len(blocks), count] bits that lie in blocks before the call."""
+        counters = blocks[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
+        return copied_bits(self.values, self.seed, buffer, counters, self.dtype)
 
     def _filled_blocks(self) -> list[int]:
         """The blocks with previous contents: all of a small pool; else the addressed ones, their neighbours, the first
         and the last."""
-        if self.num_blocks * self.block_size * self.row * ITEMSIZE[self.dtype] <= 8192:
+        if self.num_blocks * self.block_elements() * self.itemsize() <= 8192:
             return list(range(self.num_blocks))
         addressed = {slot // self.block_size for slot in self.slots if slot >= 0}
         near = {block + step for block in addressed for step in (-1, 0, 1)} | {0, self.num_blocks - 1}
@@ -195,41 +184,53 @@ class ReshapeAndCacheCase(WithFloats):
         elif self.fault == "slot_mapping two-dimensional":
             slots.shape, slots.strides = (len(self.slots), 1), (1, 1)
         elif self.fault == "v_cache with another block size":
+            require(self.cache_kind() == "contiguous", f"fault={self.fault!r} needs contiguous caches")
             cache = tensors["v_cache"]
             cache.shape = (self.num_blocks, self.block_size + 1, self.num_kv_heads, self.head_dim)
             cache.strides = row_major(cache.shape)
             cache.buffer.size = math.prod(cache.shape)
         elif self.fault == "k_cache with fewer heads":
             require(self.num_kv_heads > 1, f"fault={self.fault!r} needs two kv heads")
+            require(self.cache_kind() == "contiguous", f"fault={self.fault!r} needs contiguous caches")
             cache = tensors["k_cache"]
             cache.shape = (self.num_blocks, self.block_size, self.num_kv_heads - 1, self.head_dim)
             cache.strides = row_major(cache.shape)
         elif self.fault == "key with its last dim strided":
-            require(self.head_dim > 1 and self.rows > 0, f"fault={self.fault!r} needs two dims and a token")
-            bits = np.repeat(self.token_bits("key"), 2, axis=1)
-            wide = padded_rows("key", self.dtype, bits, (self.num_kv_heads, 2 * self.head_dim))
-            arguments["key"] = Tensor(
-                "key", wide.buffer, key.shape, (2 * self.row, 2 * self.head_dim, 2) if self.rows else key.strides
-            )
+            arguments["key"] = draws.respaced(key, 2)
+        elif self.fault == "key with strided heads":
+            arguments["key"] = draws.respaced(key, 1)
+        elif self.fault == "value with its last dim strided":
+            arguments["value"] = draws.respaced(tensors["value"], 2)
+        elif self.fault == "slot_mapping with a stride":
+            arguments["slot_mapping"] = draws.respaced(slots, 0)
         elif self.fault == "slot past the pool":
             draws.poke(slots, 0, self.num_blocks * self.block_size)
         elif self.fault == "the same slot twice":
             t = next(t for t, slot in enumerate(self.slots) if slot >= 0)
             draws.poke(slots, t - 1 if t else 1, self.slots[t])
 
-    def watched(self) -> dict[str, list[tuple[int, int]]]:
-        runs = [(slot * self.row, self.row) for slot in self.slots if slot >= 0]
-        return {"k_cache": runs, "v_cache": runs}
+    def watched(self) -> dict[str, tuple[str, np.ndarray]]:
+        slots = np.array([slot for slot in self.slots if slot >= 0], dtype=np.int64)
+        return {
+            name: (cache.buffer, cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim))
+            for name, cache in self.caches().items()
+        }
 
     # ---- words
 
     def is_far(self) -> bool:
         """Whether some addressed slot lies 2^31 elements or more into its cache."""
-        return max(self.slots, default=0) * self.row >= FAR_ELEMENTS
+        return any(self._far(slot) for slot in self.slots)
+
+    def _far(self, slot: int) -> bool:
+        block, place = divmod(slot, self.block_size)
+        return slot >= 0 and any(
+            block * cache.strides[0] + place * cache.strides[1] >= FAR_ELEMENTS for cache in self.caches().values()
+        )
 
     def features(self) -> frozenset[str]:
         addressed = [slot for slot in self.slots if slot >= 0]
-        return super().features() | frozenset(
+        return super().features() | {
             word
             for word, holds in (
                 ("T = 0", not self.slots),
@@ -249,7 +250,7 @@ class ReshapeAndCacheCase(WithFloats):
                 (f"values {self.values}", True),
             )
             if holds
-        )
+        }
 
     def shapes(self) -> str:
         return (
@@ -258,7 +259,11 @@ class ReshapeAndCacheCase(WithFloats):
         )
 
     def lines(self) -> list[str]:
-        drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]
+        drawn = [
+            *super().lines(),
+            f"pool of {self.num_blocks} blocks, {self.block_size} slots each",
+            *self.layout_lines(),
+        ]
         for t, slot in enumerate(self.slots):
             place = f"block {slot // self.block_size}, offset {slot % self.block_size}" if slot >= 0 else "padding"
             drawn.append(f"token {t}: slot {slot}  ({place})")
@@ -267,6 +272,9 @@ class ReshapeAndCacheCase(WithFloats):
         return drawn
 
     # ---- other layouts of the same tokens
+
+    def contiguous(self) -> Self:
+        return replace(super().contiguous(), key_padding=0, value_padding=0, fused=False)
 
     def compact(self) -> Self | None:
         if not self.is_far():
@@ -324,8 +332,8 @@ class ReshapeAndCacheCase(WithFloats):
         offset passes 2^31 elements."""
         if not self.is_far():
             return
-        block = -(-FAR_ELEMENTS // (reduced.block_size * reduced.row))
-        far = sorted(slot for slot in self.slots if slot * self.row >= FAR_ELEMENTS)
+        block = -(-FAR_ELEMENTS // reduced.block_elements())
+        far = sorted(slot for slot in self.slots if self._far(slot))
         names = {slot: block * reduced.block_size + place for place, slot in enumerate(far)}
         last = -(-len(far) // reduced.block_size)
         slots = tuple(names.get(slot, slot) for slot in self.slots)
@@ -334,57 +342,87 @@ class ReshapeAndCacheCase(WithFloats):
             yield found
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
-) -> ReshapeAndCacheCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    dtype = draw(st.sampled_from(declared.dtypes))
-    head_dim = draw(draws.sizes(declared, "head_dims", draws.HEAD_DIMS))
-    num_kv_heads = draw(st.sampled_from((1, 2, 1, 2, 3, 4, 5, 8)))
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    row = num_kv_heads * head_dim
-    count = draw(st.sampled_from((2, 1, 3, 4, 2, 6, 3, 0, 1, 5)))
-    num_blocks = pages = -(-count // block_size) + draw(st.sampled_from((1, 0, 2, 5)))
-    pages = num_blocks = max(pages, 1)
-    slots = draw(st.lists(st.integers(0, pages * block_size - 1), min_size=count, max_size=count, unique=True))
-    if draw(draws.one_in(6)):
-        jump = draw(st.sampled_from((FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))) // (block_size * row) + 1
-        most = limits.cache_bytes // (block_size * row * ITEMSIZE[dtype])
-        if index_dtype == "int32":
-            most = min(most, 2**31 // block_size)
-        if jump * block_size * row >= 2 * FAR_ELEMENTS and jump + pages > most:
-            jump = FAR_ELEMENTS // (block_size * row) + 1
-        if jump + pages <= most:
-            slots = [slot + jump * block_size if t % 3 != 2 else slot for t, slot in enumerate(slots)]
-            num_blocks = jump + pages
-    if declared.negative_slots != "never" and count:
-        values = (-1,) if declared.negative_slots == "minus_one" else (-1, -1, -2, -block_size - 1, -99999, INT32_MIN)
-        where = draw(st.sampled_from(("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last")))
-        negative = draw(st.sampled_from(values))
-        if where == "any":
-            chosen = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
-        else:
-            chosen = {"nowhere": set(), "first": {0}, "last": {count - 1}, "everywhere": set(range(count))}[where]
-        slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
-    paddings = (0, 1, 0, head_dim, 3 * row, 2)
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+) -> st.SearchStrategy[ReshapeAndCacheCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
     strided = declared.token_strides == "any"
-    return ReshapeAndCacheCase(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        slots=tuple(slots),
-        extra_rows=draw(st.sampled_from((0, 0, 0, 1, 3))),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        key_padding=draw(st.sampled_from(paddings)) if strided else 0,
-        value_padding=draw(st.sampled_from(paddings)) if strided else 0,
-        fused=draw(st.booleans()) if strided else False,
-        index_dtype=index_dtype,
-        dtype=dtype,
-        values=draw(st.sampled_from(("ordinary", "bit_patterns", "ordinary", "signed_zeros"))),
-        poison=draw(st.sampled_from(draws.POISON_ORDER)),
-        seed=draw(draws.SEEDS),
-        relations=draw(draws.some_of(relations)),
-        order=draw(draws.ORDERS),
+    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, (False, True))
+    dims = draws.one_of_each(
+        draws.sizes(declared, "head_dims", draws.HEAD_DIMS), ("ordinary", "bit_patterns", "ordinary", "signed_zeros")
     )
+    blocks = draws.one_of_each(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES), (1, 2, 1, 2, 3, 4, 5, 8))
+    counts = st.sampled_from((2,) * 5 + (1, 3) * 4 + (4, 5, 6) * 2 + (0,))
+    pools = draws.one_of_each((1, 0, 2, 5), draws.ONE_IN_6, (FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))
+    negatives = draws.one_of_each(
+        ("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last"),
+        ("-1",) if declared.negative_slots == "minus_one" else ("-1", "-1", "-2", "a block", "garbage", "least"),
+    )
+    gap = ("none", "one", "none", "a head", "three rows", "two")
+    paddings = draws.one_of_each(gap, gap)
+    contents = draws.one_of_each(draws.POISON_ORDER, (0, 0, 0, 1, 3))
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> ReshapeAndCacheCase:
+        seed = draw(draws.SEEDS)
+        chance = Random(seed)
+        dtype, index_dtype, fused = draw(dtypes)
+        head_dim, values = draw(dims)
+        block_size, num_kv_heads = draw(blocks)
+        count = draw(counts)
+        spare, far, distance = draw(pools)
+        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
+        case = ReshapeAndCacheCase(
+            block_size=block_size,
+            num_blocks=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            k_layout=k_layout,
+            v_layout=v_layout,
+        )
+        block = case.block_elements()
+        num_blocks = pages = max(-(-count // block_size) + spare, 1)
+        slots = chance.sample(range(pages * block_size), count)
+        if far:
+            jump = distance // block + 1
+            most = limits.cache_bytes // (block * ITEMSIZE[dtype])
+            if index_dtype == "int32":
+                most = min(most, 2**31 // block_size)
+            if jump * block >= 2 * FAR_ELEMENTS and jump + pages > most:
+                jump = FAR_ELEMENTS // block + 1
+            if jump + pages <= most:
+                slots = [slot + jump * block_size if t % 3 != 2 else slot for t, slot in enumerate(slots)]
+                num_blocks = jump + pages
+        if declared.negative_slots != "never" and count:
+            where, name = draw(negatives)
+            negative = {"-1": -1, "-2": -2, "a block": -block_size - 1, "garbage": -99999, "least": INT32_MIN}[name]
+            chosen = {
+                "nowhere": [],
+                "first": [0],
+                "last": [count - 1],
+                "everywhere": range(count),
+                "any": chance.sample(range(count), chance.randint(1, count)),
+            }[where]
+            slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
+        widths = {"none": 0, "one": 1, "two": 2, "a head": head_dim, "three rows": 3 * case.row}
+        key_padding, value_padding = (widths[name] for name in draw(paddings))
+        poison, extra_rows = draw(contents)
+        return replace(
+            case,
+            num_blocks=num_blocks,
+            slots=tuple(slots),
+            extra_rows=extra_rows,
+            key_padding=key_padding if strided else 0,
+            value_padding=value_padding if strided else 0,
+            fused=fused and strided,
+            index_dtype=index_dtype,
+            dtype=dtype,
+            values=values,
+            poison=poison,
+            fresh=chance.choice(draws.FRESH_ORDER),
+            seed=seed,
+            relations=draws.some_of(draw, chance, relations),
+            order=chance.choice(draws.ORDERS),
+        )
+
+    return drawn()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ from msgspec import Meta
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
 from pagefuzz.strategies.case import Arguments, Limits, Name, Sequence, first_beyond, require, smaller
-from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_lengths, sequences
+from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_length, sequences
 from pagefuzz.strategies.tensors import Tensor, contiguous
 
 OPERATION = "slot_mapping"
@@ -40,8 +41,12 @@ class SlotMappingCase(Paged):
         "block_tables one-dimensional",
         "block_size 0",
         "block_size negative",
+        "block_tables with strided columns",
+        "positions with a stride",
     )
     value_faults: ClassVar[tuple[str, ...]] = ("position past the table", "seq_id past the batch", "seq_id negative")
+
+    index_fields: ClassVar[tuple[str, ...]] = ("index_dtype", "token_dtype")
 
     tokens: tuple[Token, ...] = ()
     token_dtype: Name = "int64"
@@ -103,6 +108,10 @@ class SlotMappingCase(Paged):
             table.shape, table.strides = (self.width,) if self.sequences else (0,), (1,)
         elif self.fault.startswith("block_size"):
             arguments["block_size"] = 0 if self.fault.endswith("0") else -self.block_size
+        elif self.fault == "block_tables with strided columns":
+            arguments["block_tables"] = draws.respaced(table, 1)
+        elif self.fault == "positions with a stride":
+            arguments["positions"] = draws.respaced(tensors["positions"], 0)
         elif self.fault == "position past the table":
             draws.poke(tensors["positions"], t, self.width * self.block_size)
         elif self.fault == "seq_id past the batch":
@@ -168,46 +177,51 @@ class SlotMappingCase(Paged):
             yield replace(self, token_dtype="int64")
 
 
-@st.composite
-def cases(draw: st.DrawFn, declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()) -> SlotMappingCase:
-    """A case inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
-    block_size = draw(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
-    count = draw(st.sampled_from((2, 1, 3, 1, 4, 0, 2)))
-    lengths = [draw(context_lengths(block_size, 96, True)) for _ in range(count)]
-    index_dtype = draw(st.sampled_from(declared.index_dtypes))
-    far = draw(draws.one_in(6))
-    rows, num_blocks = draw(
-        sequences(lengths, block_size, block_size, 1, Limits(2**62), declared, int32=index_dtype == "int32", far=far)
-    )
-    alive = [b for b, row in enumerate(rows) if row.context_len]
-    tokens = []
-    # Without a sequence there is no token, not even a padded one.
-    for _ in range(draw(st.sampled_from((2, 1, 3, 5, 0, 4))) if count else 0):
-        if not alive or (declared.negative_slots != "never" and draw(draws.one_in(4))):
-            if declared.negative_slots == "never":
-                break
-            position = -1 if declared.negative_slots == "minus_one" else draw(st.sampled_from((-1, -1, -2, -GARBAGE)))
-            tokens.append(Token(draw(st.sampled_from((0, GARBAGE, -1, INT32_MAX))), position))
-            continue
-        b = draw(st.sampled_from(alive))
-        n = rows[b].context_len
-        kind = draw(st.sampled_from(("any", "last", "any", "page start")))
-        if kind == "last":
-            position = n - 1
-        elif kind == "page start":
-            position = (n - 1) // block_size * block_size
-        else:
-            position = draw(st.integers(0, n - 1))
-        tokens.append(Token(b, position))
-    return SlotMappingCase(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        sequences=rows,
-        table_padding=draw(st.sampled_from((0, 0, 1, 3))) if declared.table_strides == "any" else 0,
-        index_dtype=index_dtype,
-        tokens=tuple(tokens),
-        token_dtype=draw(st.sampled_from(declared.index_dtypes)),
-        seed=0,
-        relations=draw(draws.some_of(relations)),
-        order=draw(draws.ORDERS),
-    )
+def cases(declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()) -> st.SearchStrategy[SlotMappingCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    negative = {"any": (-1, -1, -2, -GARBAGE), "minus_one": (-1,), "never": ()}[declared.negative_slots]
+    blocks = draws.one_of_each(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES), (0, 0, 1, 3))
+    counts = draws.one_of_each((2,) * 5 + (1,) * 4 + (3,) * 2 + (4,) * 2 + (0,), (2, 1, 3, 5, 0, 4))
+    dtypes = draws.one_of_each(declared.index_dtypes, declared.index_dtypes)
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> SlotMappingCase:
+        chance = Random(draw(draws.SEEDS))
+        block_size, table_padding = draw(blocks)
+        count, many = draw(counts)
+        index_dtype, token_dtype = draw(dtypes)
+        lengths = [context_length(chance, block_size, 96, True) for _ in range(count)]
+        rows, num_blocks = sequences(
+            draw, chance, lengths, block_size, block_size, 1, Limits(2**62), int32=index_dtype == "int32"
+        )
+        alive = [b for b, row in enumerate(rows) if row.context_len]
+        tokens = []
+        # Without a sequence there is no token, not even a padded one.
+        for _ in range(many if count and (alive or negative) else 0):
+            if not alive or (negative and chance.random() < 0.25):
+                tokens.append(Token(chance.choice((0, GARBAGE, -1, INT32_MAX)), chance.choice(negative)))
+                continue
+            b = chance.choice(alive)
+            n = rows[b].context_len
+            kind = chance.choice(("any", "last", "any", "page start"))
+            if kind == "last":
+                position = n - 1
+            elif kind == "page start":
+                position = (n - 1) // block_size * block_size
+            else:
+                position = chance.randrange(n)
+            tokens.append(Token(b, position))
+        return SlotMappingCase(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            sequences=rows,
+            table_padding=table_padding if declared.table_strides == "any" else 0,
+            index_dtype=index_dtype,
+            tokens=tuple(tokens),
+            token_dtype=token_dtype,
+            seed=0,
+            relations=draws.some_of(draw, chance, relations),
+            order=chance.choice(draws.ORDERS),
+        )
+
+    return drawn()

@@ -13,24 +13,27 @@ from pagefuzz.strategies.number_formats import FORMATS, encode
 # What lies in the memory that no sequence owns. All but the first four are finite.
 POISONS = ("nan", "infinity", "minus_infinity", "nan_and_garbage", "zeros", "largest", "smallest", "tenant")
 FINITE_POISONS = POISONS[4:]
+# What fresh memory (torch.empty and its kin) is filled with.
+FRESH = ("nan", "infinity", "minus_infinity", "zeros", "largest", "smallest", "tenant")
 # For kernels that declare unowned="finite": numbers whose products stay finite too.
 MODEST_POISONS = ("zeros", "tenant", "smallest")
 
-_ROLES = {"q": 1, "k": 2, "v": 3, "key": 4, "value": 5, "tenant": 6, "k_cache": 7, "v_cache": 8, "order": 9}
+_NAMES = ("q", "k", "v", "key", "value", "tenant", "k_cache", "v_cache", "order", "kv_cache")
+_ROLES = {name: number for number, name in enumerate(_NAMES, 1)}
 
 
-def counter_hash(seed: int, role: str, counters: np.ndarray) -> np.ndarray:
-    """uint64 hashes of uint64 counters (the finaliser of splitmix64, Steele et al. 2014, over a keyed counter)."""
+def counter_hash(seed: int | np.ndarray, role: str, counters: np.ndarray) -> np.ndarray:
+    """uint64 hashes of uint64 counters (the finaliser of splitmix64, Steele et al. 2014, over a keyed counter); seeds
+    of an array are broadcast with the counters."""
     with np.errstate(over="ignore"):
-        z = counters.astype(np.uint64) + np.uint64(
-            (seed * 0x9E3779B97F4A7C15 + _ROLES[role] * 0xD1342543DE82EF95) % 2**64
-        )
+        key = np.asarray(seed, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = counters.astype(np.uint64) + (key + np.uint64(_ROLES[role] * 0xD1342543DE82EF95 % 2**64))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return z ^ (z >> np.uint64(31))
 
 
-def dyadic(seed: int, role: str, counters: np.ndarray, dtype: str) -> np.ndarray:
+def dyadic(seed: int | np.ndarray, role: str, counters: np.ndarray, dtype: str) -> np.ndarray:
     """float64 numbers in [-1, 1) that `dtype` holds exactly, spread evenly; about as many bits as the dtype has."""
     bits = min(FORMATS[dtype].precision, 16)
     half = 1 << (bits - 1)
@@ -43,8 +46,8 @@ def grid(tokens: np.ndarray, heads: int, dims: int) -> np.ndarray:
     return flat.reshape(len(tokens), heads, dims)
 
 
-def poison_bits(kind: str, dtype: str, count: int, seed: int) -> np.ndarray:
-    """`count` bit patterns of `dtype` for memory that nobody owns."""
+def poison_bits(kind: str, dtype: str, count: int, seed: int | np.ndarray) -> np.ndarray:
+    """`count` bit patterns of `dtype` for memory that nobody owns; for an array of seeds, as many for each."""
     form = FORMATS[dtype]
     patterns = {
         "zeros": [0],
@@ -56,8 +59,12 @@ def poison_bits(kind: str, dtype: str, count: int, seed: int) -> np.ndarray:
         "smallest": [1, 1 | form.sign],
     }
     if kind == "tenant":  # what the previous owner of the page left: ordinary numbers
-        return encode(2 * dyadic(seed, "tenant", np.arange(count, dtype=np.uint64), dtype), dtype)
-    return np.resize(np.array(patterns[kind], dtype=form.bits), count)
+        seeds = np.asarray(seed, dtype=np.uint64)[..., None]
+        return encode(2 * dyadic(seeds, "tenant", np.arange(count, dtype=np.uint64), dtype), dtype)
+    bits = np.empty((*np.shape(seed), count), dtype=form.bits)
+    for place, pattern in enumerate(patterns[kind]):
+        bits[..., place :: len(patterns[kind])] = pattern
+    return bits
 
 
 # A padded token's bits: high byte(s) that nothing else in a write case carries, then the token's number.

@@ -58,6 +58,86 @@ def tables_of(blocks: list[list[int]], width: int, tail: int, dtype: torch.dtype
     return torch.tensor([row + [tail] * (width - len(row)) for row in blocks], dtype=dtype).reshape(len(blocks), width)
 
 
+# ---------------------------------------------------------------------------------------------- caches of any strides
+
+# The memory that the caches lie in, whole, and k_cache and v_cache: [N, bs, KVH, D].
+Caches = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
+Memory = Callable[..., torch.Tensor]
+
+
+def heads_first(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    k, v = memory(blocks, heads, size, dim), memory(blocks, heads, size, dim)
+    return [k, v], k.transpose(1, 2), v.transpose(1, 2)
+
+
+def packed_in_a_block(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    both = memory(blocks, 2, size, heads, dim)
+    return [both], both[:, 0], both[:, 1]
+
+
+def packed_in_a_head(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    both = memory(blocks, size, heads, 2 * dim)
+    return [both], both[..., :dim], both[..., dim:]
+
+
+def packed_in_a_head_heads_first(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    both = memory(blocks, heads, size, 2 * dim)
+    both_heads_inside = both.transpose(1, 2)
+    return [both], both_heads_inside[..., :dim], both_heads_inside[..., dim:]
+
+
+def padded_blocks(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    k, v = memory(blocks, size + 1, heads, dim), memory(blocks, size + 3, heads, dim)
+    return [k, v], k[:, :size], v[:, 2 : size + 2]
+
+
+def every_second_one(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    k, v = memory(2 * blocks, 2 * size, 2 * heads, dim), memory(2 * blocks, 2 * size, 2 * heads, dim)
+    return [k, v], k[::2, ::2, ::2], v[1::2, 1::2, 1::2]
+
+
+def unlike_each_other(memory: Memory, blocks: int, size: int, heads: int, dim: int) -> Caches:
+    k, v = memory(blocks, size, heads + 2, dim + 3), memory(heads, size, blocks, dim + 1)
+    return [k, v], k[:, :, 1:-1, 2:-1], v[..., 1:].permute(2, 1, 0, 3)
+
+
+each_arrangement = pytest.mark.parametrize(
+    "arrange",
+    [
+        heads_first,
+        packed_in_a_block,
+        packed_in_a_head,
+        packed_in_a_head_heads_first,
+        padded_blocks,
+        every_second_one,
+        unlike_each_other,
+    ],
+    ids=name_of,
+)
+
+# Shapes with dims of size 1, and strides of which only those of the other dims mean anything.
+each_odd_stride = pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((1, 1, 1, 4), (5, 77, 33, 1)),
+        ((1, 3, 2, 4), (1, 8, 4, 1)),
+        ((3, 1, 2, 4), (8, 3, 4, 1)),
+        ((3, 2, 1, 4), (8, 4, 0, 1)),
+        ((3, 2, 2, 1), (4, 2, 1, 99)),
+        ((3, 2, 2, 1), (4, 1, 2, 0)),
+        ((1, 1, 1, 1), (0, 0, 0, 0)),
+    ],
+    ids=str,
+)
+
+
+def strided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of these strides."""
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    assert copy.stride() == strides
+    return copy.copy_(tensor)
+
+
 # ---------------------------------------------------------------------------------------------------- slot_mapping
 
 
@@ -215,13 +295,58 @@ def test_write_repeats_a_token_of_stride_zero(write: Kernel) -> None:
 
 
 @each_write
-def test_write_takes_any_stride_of_a_dim_of_size_1(write: Kernel) -> None:
+@each_dtype
+@each_arrangement
+@pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 8), (3, 5)])
+def test_write_into_caches_of_any_strides(
+    write: Kernel, dtype: torch.dtype, arrange: Kernel, heads: int, dim: int
+) -> None:
+    """The slots change, bit for bit, and no gap and no neighbour does."""
+    key, value = numbers(5, heads, dim, seed=3, dtype=dtype), numbers(5, heads, dim, seed=4, dtype=dtype)
+    slots = [7, -1, 0, 11, 3]
+
+    def memory(*shape: int) -> torch.Tensor:
+        return numbers(*shape, seed=5, dtype=dtype)
+
+    memories, k_cache, v_cache = arrange(memory, 4, 3, heads, dim)
+    write(key, value, k_cache, v_cache, torch.tensor(slots), check_values=True)
+    expected, expected_k, expected_v = arrange(memory, 4, 3, heads, dim)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected_k[slot // 3, slot % 3], expected_v[slot // 3, slot % 3] = key[token], value[token]
+    for whole, expected_whole in zip(memories, expected, strict=True):
+        assert same_bits(whole, expected_whole)
+
+
+@each_write
+@each_odd_stride
+def test_write_takes_any_stride_of_a_dim_of_size_1(
+    write: Kernel, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    blocks, size, heads, dim = shape
+    key, value = numbers(blocks * size, heads, dim, seed=1), numbers(blocks * size, heads, dim, seed=2)
+    for k_strides, v_strides in ((strides, torch.zeros(shape).stride()), (torch.zeros(shape).stride(), strides)):
+        k_cache, v_cache = strided(torch.zeros(shape), k_strides), strided(torch.zeros(shape), v_strides)
+        write(key, value, k_cache, v_cache, torch.arange(blocks * size), check_values=True)
+        assert same_bits(k_cache, key.reshape(shape))
+        assert same_bits(v_cache, value.reshape(shape))
+
+
+@each_write
+def test_write_takes_one_token_of_any_strides(write: Kernel) -> None:
     key = numbers(1, 1, 4).as_strided((1, 1, 4), (3, 99, 1))
-    k_cache, v_cache = (torch.zeros(4).as_strided((1, 1, 1, 4), (5, 77, 33, 1)) for _ in range(2))
-    slots = torch.tensor([0, 5]).as_strided((1,), (2,))
-    write(key, key, k_cache, v_cache, slots, check_values=True)
+    k_cache, v_cache = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)
+    write(key, key, k_cache, v_cache, torch.tensor([0, 5]).as_strided((1,), (2,)), check_values=True)
     assert torch.equal(k_cache.flatten(), key.flatten())
     assert torch.equal(v_cache.flatten(), key.flatten())
+
+
+@each_write
+@pytest.mark.filterwarnings("error")  # a block size of 0 divides nothing
+@pytest.mark.parametrize("shape", [(0, 2, 2, 3), (2, 0, 2, 3), (2, 2, 0, 3), (2, 2, 2, 0)], ids=str)
+def test_write_takes_any_strides_of_empty_caches(write: Kernel, shape: tuple[int, ...]) -> None:
+    key, cache = numbers(2, *shape[2:]), torch.empty_strided(shape, (0, 5, 0, 7))
+    write(key, key, cache, cache, torch.tensor([-1, -1]), check_values=True)
 
 
 @each_write
@@ -384,6 +509,64 @@ def test_decode_takes_any_stride_of_a_dim_of_size_1(decode: Kernel) -> None:
 
 
 @each_decode
+@each_dtype
+@each_arrangement
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 1), (4, 2, 8), (3, 3, 5)])
+def test_decode_over_caches_of_any_strides(
+    decode: Kernel, dtype: torch.dtype, arrange: Kernel, heads: int, kv_heads: int, dim: int
+) -> None:
+    plain = decode_arguments([37, 0, 5], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+
+    def memory(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype)
+
+    memories, k_cache, v_cache = arrange(memory, *plain["k_cache"].shape)
+    k_cache.copy_(plain["k_cache"])
+    v_cache.copy_(plain["v_cache"])
+    before = [whole.clone() for whole in memories]
+    out = decode(**(plain | {"k_cache": k_cache, "v_cache": v_cache}), check_values=True)
+    assert out.isfinite().all()
+    assert same_bits(out, decode(**plain))
+    assert all(same_bits(*pair) for pair in zip(memories, before, strict=True))
+
+
+@each_decode
+@each_odd_stride
+def test_decode_takes_any_stride_of_a_cache_dim_of_size_1(
+    decode: Kernel, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    blocks, size, heads, dim = shape
+    plain: dict[str, Any] = {
+        "q": numbers(1, 2 * heads, dim),
+        "k_cache": numbers(*shape, seed=1),
+        "v_cache": numbers(*shape, seed=2),
+        "block_tables": torch.arange(blocks).flip(0)[None],
+        "context_lens": torch.tensor([blocks * size]),
+        "scale": 1.0,
+    }
+    expected = decode(**plain)
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(decode(**(plain | {name: strided(plain[name], strides)}), check_values=True), expected)
+
+
+@each_decode
+def test_decode_takes_any_strides_of_empty_caches(decode: Kernel) -> None:
+    cache = torch.empty_strided((0, 4, 2, 8), (0, 5, 0, 7))
+    arguments = decode_arguments([0, 0]) | {"k_cache": cache, "v_cache": cache}
+    assert not decode(**arguments, check_values=True).any()
+
+
+@each_decode
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_decode_over_expanded_caches(decode: Kernel, dim: int) -> None:
+    """Two slots in one place are nothing wrong for who only reads."""
+    plain = decode_arguments([6, 3], unowned=0.0)
+    expanded = {name: plain[name].narrow(dim, 1, 1).expand(plain[name].shape) for name in ("k_cache", "v_cache")}
+    copies = {name: cache.contiguous() for name, cache in expanded.items()}
+    assert same_bits(decode(**(plain | expanded), check_values=True), decode(**(plain | copies)))
+
+
+@each_decode
 def test_decode_takes_small_and_whole_scales(decode: Kernel) -> None:
     arguments = decode_arguments([4], heads=2, kv_heads=1, dim=4)
     mean = arguments["v_cache"][arguments["block_tables"][0, 0]].mean(0).expand(2, 4)
@@ -516,6 +699,39 @@ def test_rows_that_lie_2_to_the_30_apart(write: Kernel, decode: Kernel) -> None:
     assert same_bits(v_cache.flatten(0, 1), plain["q"][[0, 1, 2, 2]])
 
 
+@pytest.mark.parametrize(
+    ("write", "decode"),
+    [
+        (torch_reshape_and_cache, torch_paged_decode_attention),
+        (triton_reshape_and_cache, triton_paged_decode_attention),
+    ],
+    ids=["torch", "triton"],
+)
+@pytest.mark.parametrize("stride", [2**30, 2**31 + 8], ids=["2**30", "2**31 + 8"])
+@pytest.mark.parametrize("far", ["block", "slot", "head"])
+def test_strides_that_lead_past_32_bits(write: Kernel, decode: Kernel, far: str, stride: int) -> None:
+    # Of the first no stride passes 2**31, but the start of the third block, slot or head does.
+    strides = {"block": (stride, 9, 3, 1), "slot": (9, stride, 3, 1), "head": (9, 3, stride, 1)}[far]
+    key, value = numbers(9, 3, 3, seed=5).half(), numbers(9, 3, 3, seed=6).half()
+    slots = torch.tensor([8, 1, 3, 0, 2, 7, 4, 5, 6])
+    decoded = {
+        "q": numbers(1, 6, 3, seed=7).half(),
+        "block_tables": torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        "context_lens": torch.tensor([9], dtype=torch.int32),
+        "scale": 0.5,
+    }
+    compact = {name: torch.zeros(3, 3, 3, 3, dtype=torch.float16) for name in ("k_cache", "v_cache")}
+    write(key, value, **compact, slot_mapping=slots)
+    expected = decode(**decoded, **compact)
+    assert expected.any()
+    for name in compact:
+        far_cache = large_zeros(2 * stride + 27).as_strided((3, 3, 3, 3), strides)
+        caches = {other: torch.zeros_like(cache) for other, cache in compact.items()} | {name: far_cache}
+        write(key, value, **caches, slot_mapping=slots)
+        assert all(same_bits(caches[other], cache) for other, cache in compact.items())
+        assert same_bits(decode(**decoded, **caches), expected)
+
+
 # ----------------------------------------------------------------------------------------------------- host checks
 
 
@@ -632,8 +848,14 @@ OPERATIONS = [
             ("v_cache", torch.Tensor.half, "v_cache is torch.float16, but key is torch.float32"),
             ("key", lambda t: swapped(t, 1), "key must be contiguous after its first dim, got the strides (6, 1, 2)"),
             ("value", lambda t: swapped(t, 1), "value must be contiguous after its first dim"),
-            ("k_cache", lambda t: swapped(t, 1), "k_cache must be contiguous, got the strides"),
-            ("v_cache", lambda t: swapped(t, 0), "v_cache must be contiguous, got the strides"),
+            ("k_cache", lambda t: swapped(t, 2), "k_cache must be contiguous in its last dim, got the strides"),
+            ("v_cache", lambda t: swapped(t, 2), "v_cache must be contiguous in its last dim, got the strides"),
+            ("v_cache", lambda t: t[..., :1].expand(t.shape), "v_cache must be contiguous in its last dim"),
+            ("k_cache", lambda t: t[:1].expand(t.shape), "k_cache must not have two slots in one place, got the str"),
+            ("k_cache", lambda t: t[:, :1].expand(t.shape), "k_cache must not have two slots in one place"),
+            ("v_cache", lambda t: t[:, :, :1].expand(t.shape), "v_cache must not have two slots in one place"),
+            ("v_cache", lambda t: t.as_strided(t.shape, (11, 6, 3, 1)), "v_cache must not have two slots in one place"),
+            ("k_cache", lambda t: t.as_strided(t.shape, (12, 6, 2, 1)), "k_cache must not have two slots in one place"),
         ],
         values=[
             ("slot_mapping", lambda t: t + 1, "slot_mapping[1] is 6, but the caches have 6 slots"),
@@ -661,8 +883,9 @@ OPERATIONS = [
             ("k_cache", torch.Tensor.half, "k_cache is torch.float16, but q is torch.float32"),
             ("v_cache", torch.Tensor.bfloat16, "v_cache is torch.bfloat16, but q is torch.float32"),
             ("q", lambda t: swapped(t, 1), "q must be contiguous after its first dim, got the strides"),
-            ("k_cache", lambda t: longer(t, 3)[..., :3], "k_cache must be contiguous, got the strides"),
-            ("v_cache", lambda t: swapped(t, 1), "v_cache must be contiguous, got the strides"),
+            ("k_cache", lambda t: swapped(t, 2), "k_cache must be contiguous in its last dim, got the strides"),
+            ("v_cache", lambda t: swapped(t, 2), "v_cache must be contiguous in its last dim, got the strides"),
+            ("k_cache", lambda t: t[..., :1].expand(t.shape), "k_cache must be contiguous in its last dim"),
             ("scale", lambda s: float("nan"), "scale must be finite in float32, got nan"),
             ("scale", lambda s: float("-inf"), "scale must be finite in float32, got -inf"),
             ("scale", lambda s: 1e39, "scale must be finite in float32, got 1e+39"),

@@ -211,7 +211,7 @@ def test_four_tokens_and_one_of_them_padding(dtype: str) -> None:
     for name, numbers in (("k_cache", [10.0, 20.0, 40.0]), ("v_cache", [1.0, 2.0, 4.0])):
         right = encode(np.array(numbers)[:, None], dtype)
         assert np.array_equal(dense[name], right) and loop[name] == right.tolist()
-        assert case.watched()[name] == [(4, 1), (5, 1), (1, 1)]
+        assert case.watched()[name][1].tolist() == [[4], [5], [1]]
 
 
 class TwoSequences(PagedDecodeAttentionCase):

@@ -192,6 +192,19 @@ def test_dtypes_are_any_subset(dtypes: Any, kept: tuple[str, ...]) -> None:
     assert declared(dtypes=dtypes).dtypes == kept
 
 
+@pytest.mark.parametrize(
+    ("layouts", "kept"),
+    [
+        (["hnd"], ("hnd",)),
+        (("packed", "contiguous"), ("packed", "contiguous")),
+        (["strided", "strided"], ("strided",)),
+        (["contiguous", "hnd", "packed", "strided"], ("contiguous", "hnd", "packed", "strided")),
+    ],
+)
+def test_cache_layouts_are_any_subset(layouts: Any, kept: tuple[str, ...]) -> None:
+    assert declared(cache_layouts=layouts).cache_layouts == kept
+
+
 @pytest.mark.parametrize("what", ["head_dims", "group_sizes", "block_sizes"])
 @pytest.mark.parametrize(
     ("sizes", "within", "without"),
@@ -282,6 +295,7 @@ def test_a_value_that_is_no_choice(name: str, value: Any, said: str) -> None:
 
 
 FLOATS, INDEXES = "'float32', 'float16', 'bfloat16'", "'int32', 'int64'"
+LAYOUTS = "'contiguous', 'hnd', 'packed', 'strided'"
 
 
 @pytest.mark.parametrize(
@@ -295,8 +309,10 @@ FLOATS, INDEXES = "'float32', 'float16', 'bfloat16'", "'int32', 'int64'"
         ("dtypes", [["float16"]], f": ['float16'] is not one of {FLOATS}."),
         ("index_dtypes", "int32", f" should be a list out of {INDEXES}."),
         ("index_dtypes", ["int8"], f": 'int8' is not one of {INDEXES}."),
-        ("cache_layouts", ["hnd"], ": 'hnd' is not one of 'contiguous'."),
-        ("cache_layouts", (), " should be a list out of 'contiguous'."),
+        ("cache_layouts", ["HND"], f": 'HND' is not one of {LAYOUTS}."),
+        ("cache_layouts", ["contiguous", "nhd"], f": 'nhd' is not one of {LAYOUTS}."),
+        ("cache_layouts", "hnd", f" should be a list out of {LAYOUTS}."),
+        ("cache_layouts", (), f" should be a list out of {LAYOUTS}."),
         *(
             (name, value, " should be a list of positive ints, or a function of one int.")
             for name in ("head_dims", "group_sizes", "block_sizes")

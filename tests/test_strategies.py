@@ -356,7 +356,9 @@ def test_slots_are_unique_and_in_no_padding() -> None:
     for case in distinct(WRITE):
         addressed = [slot for slot in case.slots if slot >= 0]
         assert len(set(addressed)) == len(addressed)
-        assert case.watched()["k_cache"] == [(slot * case.row, case.row) for slot in addressed]
+        buffer, elements = case.watched()["k_cache"]
+        rows = [list(range(slot * case.row, (slot + 1) * case.row)) for slot in addressed]
+        assert buffer == "k_cache" and elements.tolist() == rows
 
 
 def test_few_drawn_cases_are_loose() -> None:
@@ -852,7 +854,7 @@ def test_a_shared_page_holds_the_tokens_of_its_first_owner() -> None:
             TABLE,
             {"values": "bit_patterns"},
             "values='bit_patterns' is not one of ordinary, large_logits, shifted_rows, large_values, ascending_rows, "
-            "rows_modulo, rows_quotient, heads_by_value, heads_by_key",
+            "rows_modulo, rows_quotient, heads_by_value, heads_by_key, needles",
         ),
         (WRITES, {"values": "rows_modulo"}, "values='rows_modulo' is not one of ordinary, bit_patterns, signed_zeros"),
         (TABLE, {"index_dtype": "int8"}, "index_dtype='int8' is not int32 or int64"),

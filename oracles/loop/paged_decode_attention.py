@@ -8,11 +8,16 @@ from operator import mul
 from pagefuzz.oracles.loop.memory import Memory
 from pagefuzz.strategies.case import arguments_of
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
+from pagefuzz.strategies.tensors import Tensor
 
 
 def right_answer(case: PagedDecodeAttentionCase) -> list[list[list[float]]]:
     """out[b][h][d]; zeros for a context length of 0."""
-    tensors = arguments_of(case).tensors
+    return attention(case, arguments_of(case).tensors)
+
+
+def attention(case: PagedDecodeAttentionCase, tensors: dict[str, Tensor]) -> list[list[list[float]]]:
+    """The same over these tensors."""
     q, k_cache, v_cache = (Memory(tensors[name]) for name in ("q", "k_cache", "v_cache"))
     table, lengths = Memory(tensors["block_tables"]), Memory(tensors["context_lens"])
     out = []

@@ -111,6 +111,17 @@ WRITES = (
         "I6",
         lambda case: one_token(case) and case.slots == (0,),
     ),
+    Mutant(
+        "head_stride_ignored",
+        "triton_reshape_and_cache",
+        (
+            ("head * k_head_stride + dim", "offs"),
+            ("head * v_head_stride + dim", "offs"),
+        ),
+        "contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "I10",
+        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
+    ),
 )
 SLOTS = (
     Mutant(
@@ -268,8 +279,8 @@ DECODES = (
         "torch_paged_decode_attention",
         (
             (
-                "v_cache[pages].flatten(0, 1)[:n].float()",
-                "(v_cache[pages] * (1 + (pages > 8) * 2.0**-12).view(-1, 1, 1, 1)).flatten(0, 1)[:n].float()",
+                "v_cache[pages]",
+                "(v_cache[pages] * (1 + (pages[:1] > pages[-1:]) * 2.0**-12).view(1, 1, 1, 1))",
             ),
         ),
         "attention-gym#189: a physical id takes part in the arithmetic",
@@ -279,10 +290,21 @@ DECODES = (
     Mutant(
         "kv_head_of_the_group",
         "triton_paged_decode_attention",
-        (("((slot * KVH + kv_head) * D)[:, None]", "((slot * KVH + kv_head * GROUP % KVH) * D)[:, None]"),),
+        (
+            ("kv_head * K_HEAD_STRIDE", "(kv_head * GROUP % KVH) * K_HEAD_STRIDE"),
+            ("kv_head * V_HEAD_STRIDE", "(kv_head * GROUP % KVH) * V_HEAD_STRIDE"),
+        ),
         "flashinfer#2380: the kv head computed twice",
         "I5",
         lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 4,
+    ),
+    Mutant(
+        "strides_of_keys_for_values",
+        "triton_paged_decode_attention",
+        (("block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE", "block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE"),),
+        "one set of strides for two caches: right until they lie differently",
+        "I10",
+        lambda case: len(case.sequences) == 1 and case.num_heads == case.head_dim == 1,
     ),
     Mutant(
         "counts_its_calls",
@@ -290,7 +312,7 @@ DECODES = (
         (
             ("    block_size, group = ", "    CALLS.append(1)\n    block_size, group = "),
             ("FLOATS = (", "CALLS: list[int] = []\nFLOATS = ("),
-            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 2)), dim=1)"),
+            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 61)), dim=1)"),
         ),
         "flashinfer#1912: state that survives a call",
         "I17",

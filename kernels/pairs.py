@@ -1,0 +1,87 @@
+"""Pairs: a kernel that writes the cache and one that reads it, run one after the other as one operation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pagefuzz.kernels.operations import OPERATIONS
+from pagefuzz.kernels.registry import Declaration, Kernel
+
+
+def with_pairs(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
+    """`kernels`, and a kernel WRITE+DECODE of write_then_decode for each two whose names begin with the same word and
+    that support something in common."""
+    pairs = {}
+    for write in kernels.values():
+        for decode in kernels.values():
+            if (write.operation.name, decode.operation.name) != ("reshape_and_cache", "paged_decode_attention"):
+                continue
+            declared = _both(write.declared, decode.declared)
+            if _family(write.name) == _family(decode.name) and declared is not None:
+                name = f"{write.name}+{decode.name}"
+                pairs[name] = Kernel(
+                    name, OPERATIONS["write_then_decode"], _one_after_the_other(write, decode), declared
+                )
+    return {**kernels, **{name: pair for name, pair in pairs.items() if name not in kernels}}
+
+
+def _family(name: str) -> str:
+    return re.split(r"[_-]", name, maxsplit=1)[0]
+
+
+def _one_after_the_other(write: Kernel, decode: Kernel) -> Callable[..., Any]:
+    def write_then_decode(
+        key: Any,
+        value: Any,
+        k_cache: Any,
+        v_cache: Any,
+        slot_mapping: Any,
+        q: Any,
+        block_tables: Any,
+        context_lens: Any,
+        scale: float,
+    ) -> Any:
+        write.call(key, value, k_cache, v_cache, slot_mapping)
+        return decode.call(q, k_cache, v_cache, block_tables, context_lens, scale)
+
+    return write_then_decode
+
+
+def _both(write: Declaration, decode: Declaration) -> Declaration | None:
+    """What both of a pair support; None if that is nothing. What only a decode is asked for is the decode's."""
+
+    def common(name: str) -> tuple[str, ...]:
+        return tuple(item for item in getattr(decode, name) if item in getattr(write, name))
+
+    def sizes(what: str) -> Any:
+        mine, other = getattr(decode, what), getattr(write, what)
+        if mine is None or other is None:
+            return other if mine is None else mine
+        if callable(mine) or callable(other):
+            return lambda size: write.supports_size(what, size) and decode.supports_size(what, size)
+        return tuple(size for size in mine if size in other)
+
+    layouts = [set(each.cache_layouts) for each in (write, decode)]
+    every = ("contiguous", "hnd", "packed", "strided")
+    devices = decode.devices if write.devices == "any" else write.devices
+    if "any" not in (write.devices, decode.devices):
+        devices = common("devices")
+    declared = replace(
+        decode,
+        dtypes=common("dtypes"),
+        head_dims=sizes("head_dims"),
+        block_sizes=sizes("block_sizes"),
+        index_dtypes=common("index_dtypes"),
+        cache_layouts=tuple(one for one in every if all(one in each or "strided" in each for each in layouts)),
+        deterministic=write.deterministic and decode.deterministic,
+        rejects=False,
+        devices=devices,
+        token_strides=min(write.token_strides, decode.token_strides, key=("contiguous", "any").index),
+    )
+    needed = (declared.dtypes, declared.head_dims, declared.block_sizes, declared.index_dtypes, declared.cache_layouts)
+    return (
+        declared if all(each is None or callable(each) or len(each) for each in (*needed, declared.devices)) else None
+    )
