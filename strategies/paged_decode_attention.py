@@ -113,6 +113,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             "tokens_of does not name the pages of each sequence",
         )
         require(len(self.queries_of) in (0, len(self.sequences)), "queries_of does not name each row")
+        labelled: dict[int, int] = {}
+        for row, labels in zip(self.sequences, self.tokens_of, strict=False):
+            for block, label in zip(row.blocks, labels, strict=True):
+                require(
+                    labelled.setdefault(block, label) == label,
+                    f"tokens_of gives block {block} the tokens of sequences {labelled[block]} and {label}",
+                )
+        require(self.values != NEEDLES or self.has_needles(), f"values={NEEDLES!r} is not exact for this case")
         if self.fault in self.value_faults:
             require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
 
@@ -214,23 +222,29 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
     # precision of the weights, correct kernels give the same bits; and a row too many that weighs 1e-7 shows.
 
     def has_needles(self) -> bool:
-        """Whether the recipe "needles" is exact for this case: no sequence sees another's tokens, and the scale is not
-        so small that float16 keys cannot make up for it."""
-        return all(len(set(pages)) <= 1 for pages in self.page_labels()) and self._needle_strength() <= 2.0**14
+        """Whether the recipe "needles" is exact for this case: no sequence sees some of another's tokens, and the
+        scale is not so small that float16 keys cannot make up for it."""
+        lengths: dict[int, int] = {}
+        for pages, n in zip(self.page_labels(), self.context_lens, strict=True):
+            if any(lengths.setdefault(label, n) != n for label in pages) or len(set(pages)) > 1:
+                return False
+        return self._needle_strength() <= 2.0**14
 
     def _needle_strength(self) -> float:
         return 2.0 ** math.ceil(math.log2(GAP / (32 * max(abs(self.scale), 2**-30))))
 
     def _is_needle(self, tokens: np.ndarray) -> np.ndarray:
         """bool[len(tokens), KVH]"""
+        lengths = {pages[0]: n for pages, n in zip(self.page_labels(), self.context_lens, strict=True) if n}
+        known = np.array(sorted(lengths), dtype=np.uint64)
+        of_each = np.array([lengths[int(label)] for label in known], dtype=np.uint64)
+        counters = 2 * (known[:, None] * np.uint64(self.num_kv_heads) + np.arange(self.num_kv_heads, dtype=np.uint64))
         found = np.zeros((len(tokens), self.num_kv_heads), dtype=bool)
         labels, positions = np.divmod(tokens, POSITIONS)
-        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
-            if row.context_len:
-                counters = 2 * (pages[0] * self.num_kv_heads + np.arange(self.num_kv_heads, dtype=np.uint64))
-                for turn in range(2):
-                    hashed = counter_hash(self.seed, "k", counters + np.uint64(turn)) % np.uint64(row.context_len)
-                    found |= (labels == pages[0])[:, None] & (positions[:, None] == hashed.astype(np.int64))
+        rows = np.searchsorted(known, labels.astype(np.uint64))
+        for turn in range(2):
+            needles = counter_hash(self.seed, "k", counters + np.uint64(turn)) % of_each[:, None]
+            found |= needles[rows] == positions[:, None].astype(np.uint64)
         return found
 
     # ---- tensors
@@ -427,6 +441,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             seen |= set(row.blocks)
             rows.append(replace(row, blocks=tuple(blocks)))
         return replace(self, sequences=tuple(rows), num_blocks=free, tokens_of=self.page_labels())
+
+    def repaged(self, block_size: int) -> Self:
+        found = super().repaged(block_size)
+        if not self.tokens_of:
+            return found
+        labels = [pages[-1:] for pages in self.tokens_of]  # of a shared prefix and what follows, what follows
+        rows = zip(labels, found.sequences, strict=True)
+        return replace(found, tokens_of=tuple(label * len(row.blocks) for label, row in rows))
 
     def contiguous(self) -> Self:
         """Contiguous caches and queries. The table keeps its stride: what lies in its gaps is a tail for I2."""

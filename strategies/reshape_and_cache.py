@@ -92,7 +92,8 @@ class ReshapeAndCacheCase(WithCaches):
         require(len(set(addressed)) == len(addressed), "two tokens have the same slot")
         require(len(self.slots) <= 4096, f"{len(self.slots)} tokens are more than a case may hold")
         touched = self.rows * (2 * self.row + self.key_padding + self.value_padding)
-        touched += (3 * len(addressed) + 4) * sum(cache.strides[0] for cache in self.caches().values())
+        blocks = {cache.buffer: cache.strides[0] for cache in self.caches().values()}
+        touched += len(self._filled_blocks()) * sum(blocks.values())
         require(touched <= MAX_ELEMENTS, f"{touched} elements are more than a case may hold")
         if self.fault == "slot past the pool":
             require(bool(self.slots), f"fault={self.fault!r} needs a token")
