@@ -89,7 +89,9 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         token_strides=min(write.token_strides, decode.token_strides, key=("contiguous", "any").index),
     )
     needed = (declared.dtypes, declared.index_dtypes, declared.cache_layouts, declared.devices)
-    return declared if all(needed) and all(_some_size(declared, what) for what in ("head_dims", "block_sizes")) else None
+    return (
+        declared if all(needed) and all(_some_size(declared, what) for what in ("head_dims", "block_sizes")) else None
+    )
 
 
 def _some_size(declared: Declaration, what: str) -> bool:

@@ -495,6 +495,7 @@ def cases(
         num_kv_heads, group_size = draw(heads)
         head_dim, scale = draw(dims)
         block_size = draw(block_sizes)
+        num_kv_heads = draws.fewer_heads(num_kv_heads, block_size * head_dim)
         count, table_padding = draw(counts)
         # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
         tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)

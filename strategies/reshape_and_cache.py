@@ -370,7 +370,8 @@ def cases(
         dtype, index_dtype, fused = draw(dtypes)
         head_dim, values = draw(dims)
         block_size, num_kv_heads = draw(blocks)
-        count = draw(counts)
+        num_kv_heads = draws.fewer_heads(num_kv_heads, 2 * block_size * head_dim)
+        count = min(draw(counts), max(1, MAX_ELEMENTS // (8 * block_size * num_kv_heads * head_dim) - 1))
         spare, far, distance = draw(pools)
         k_layout, v_layout = cache_layouts(chance, declared, head_dim)
         case = ReshapeAndCacheCase(

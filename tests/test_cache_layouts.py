@@ -32,7 +32,7 @@ DEFAULT = Declaration()
 
 each_operation = pytest.mark.parametrize("operation", [WRITE, DECODE, BOTH])
 
-SIZES = {"block_size": 3, "num_blocks": 4, "num_kv_heads": 2, "head_dim": 2}
+SIZES: dict[str, Any] = {"block_size": 3, "num_blocks": 4, "num_kv_heads": 2, "head_dim": 2}
 DECODES = PagedDecodeAttentionCase(
     **SIZES, sequences=(Sequence((2, 0), (1,), 5), Sequence((2,), (9, -1), 3)), poison="nan", seed=5, group_size=2
 )
@@ -61,11 +61,12 @@ def places(case: WithCaches) -> dict[str, np.ndarray]:
     found = {}
     sizes = {"N": case.num_blocks, "S": case.block_size, "H": case.num_kv_heads, "D": case.head_dim, "2": 2}
     for name, layout in (("k_cache", case.k_layout), ("v_cache", case.v_layout)):
-        widths, inner = [], 1
+        widths: list[int] = []
+        inner = 1
         for dim, gap in reversed(list(zip(layout.order, layout.padding or (0,) * 9, strict=False))):
             widths.insert(0, inner + gap)
             inner = widths[0] * sizes[dim]
-        index = np.arange(inner)
+        index: np.ndarray = np.arange(inner)
         for dim, width in zip(layout.order, widths, strict=True):
             index = index[..., : sizes[dim] * width].reshape(*index.shape[:-1], sizes[dim], width)
         index = index[..., 0]
@@ -79,7 +80,8 @@ def places(case: WithCaches) -> dict[str, np.ndarray]:
 
 def content(buffer: Buffer) -> tuple[np.ndarray, np.ndarray]:
     """Every element of a small buffer, and which of them are filled."""
-    bits, filled = np.zeros(buffer.size, dtype=STORAGE[buffer.dtype]), np.zeros(buffer.size, dtype=bool)
+    bits: np.ndarray = np.zeros(buffer.size, dtype=STORAGE[buffer.dtype])
+    filled = np.zeros(buffer.size, dtype=bool)
     for first, piece in buffer.pieces:
         assert not filled[first : first + len(piece)].any(), "two pieces overlap"
         bits[first : first + len(piece)], filled[first : first + len(piece)] = piece, True
@@ -96,7 +98,7 @@ def drawn(operation: str, *layouts: str) -> list[Any]:
     return cases
 
 
-# -------------------------------------------------------------------------------------------------------- where they lie
+# ------------------------------------------------------------------------------------------------------- where they lie
 
 
 @each_layout
@@ -229,7 +231,8 @@ def test_every_element_has_its_name(layouts: tuple[CacheLayout, CacheLayout]) ->
 
 def test_a_size_of_one_does_not_confuse_the_names() -> None:
     for sizes in product((1, 2), repeat=4):
-        base = ReshapeAndCacheCase(**dict(zip(SIZES, sizes, strict=True)))
+        named: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+        base = ReshapeAndCacheCase(**named)
         for layouts in PAIRS[:: 7 if sizes != (1, 1, 1, 1) else 1]:
             case = lying(base, layouts)
             for name, where in places(case).items():

@@ -89,7 +89,7 @@ def few() -> list[PagedDecodeAttentionCase]:
     return [case for case in drawn() if sum(case.context_lens) < 90][:130]
 
 
-# --------------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 def test_there_is_something_to_test() -> None:
@@ -230,7 +230,7 @@ def test_the_contiguous_case_holds_the_same_tokens() -> None:
     assert changed > 50
 
 
-# --------------------------------------------------------------------------------------------------------------- needles
+# -------------------------------------------------------------------------------------------------------------- needles
 
 
 def needle_rows(case: PagedDecodeAttentionCase, b: int) -> list[tuple[int, ...]]:

@@ -36,7 +36,7 @@ def pair(write: dict[str, Any], decode: dict[str, Any]) -> Declaration | None:
     return kernels["a_w+a_d"].declared if "a_w+a_d" in kernels else None
 
 
-# ----------------------------------------------------------------------------------------------------------- which pairs
+# ---------------------------------------------------------------------------------------------------------- which pairs
 
 
 def test_two_of_one_family_make_a_pair() -> None:

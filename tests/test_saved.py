@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pickle
@@ -196,12 +197,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         plain(operation="paged_decode_attention", case={"block_size": 1, "num_blocks": 1, "scale": 1e300}),
         "contradicts itself: scale",
     ),
-    "unknown order": (decode_with(k_layout={"order": "SHND"}), "contradicts itself: k_layout: order 'SHND' is not one of"),
+    "unknown order": (
+        decode_with(k_layout={"order": "SHND"}),
+        "contradicts itself: k_layout: order 'SHND' is not one of",
+    ),
     "long order": (decode_with(k_layout={"order": "N" * 65}), "damaged: .*k_layout.order"),
     "order is a list": (decode_with(v_layout={"order": ["N", "S"]}), "damaged: .*v_layout.order"),
     "layout is text": (decode_with(k_layout="NHSD"), "damaged: .*k_layout"),
     "layout with an unknown field": (decode_with(k_layout={"strides": [0, 0, 0, 0]}), "has no field 'strides'"),
-    "one layout packed": (decode_with(k_layout={"order": "N2SHD"}), "contradicts itself: k_layout and v_layout must be"),
+    "one layout packed": (
+        decode_with(k_layout={"order": "N2SHD"}),
+        "contradicts itself: k_layout and v_layout must be",
+    ),
     "padding too short": (decode_with(k_layout={"padding": [1]}), "k_layout: padding must name every dim"),
     "padding too long": (decode_with(v_layout={"padding": [0] * 100_000}), "v_layout: padding must name every dim"),
     "negative padding": (decode_with(k_layout={"padding": [0, 0, -2, 0]}), "damaged: .*k_layout.padding"),
@@ -273,6 +280,33 @@ def test_a_wrong_file_gets_one_sentence_and_little_time_and_memory(what: str) ->
     sentence = str(raised.value)
     assert sentence.startswith("file.json") and sentence.isprintable() and len(sentence) < 500
     assert taken < 5 and peak < 100 << 20
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("operation", ["paged_decode_attention", "write_then_decode", "reshape_and_cache"])
+def test_the_widest_gaps_that_are_accepted_take_no_gigabyte(operation: str, order: str) -> None:
+    """Of one block with one row of the widest gap, and as many such blocks as pass."""
+    accepted = 0
+    for dim, gap, block in itertools.product(range(1, len(order)), (65536, 30000), (1, 40)):
+        padding = [gap if place == dim else 0 for place in range(len(order))]
+        layout = {"order": order, "padding": padding}
+        sizes = {"block_size": 4, "num_kv_heads": 4, "num_blocks": 2**40, "dtype": "float16"}
+        rows = [{"blocks": [3 * b], "context_len": 1} for b in range(block)]
+        content = {"slots": [12 * b for b in range(block)]} if operation == "reshape_and_cache" else {"sequences": rows}
+        case = {**sizes, "k_layout": layout, "v_layout": layout, "poison": "tenant", **content}
+        try:
+            _, read = decode(plain(operation=operation, case=case))
+        except Unreadable as error:
+            assert "more than a case may hold" in str(error)
+            continue
+        tracemalloc.start()
+        started = time.process_time()
+        read.arguments()
+        taken, (_, peak) = time.process_time() - started, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 700 << 20 and taken < 10, (peak >> 20, taken)
+        accepted += 1
+    assert accepted > 1
 
 
 def test_a_file_of_a_newer_pagefuzz_says_so() -> None:

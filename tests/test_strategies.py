@@ -394,6 +394,8 @@ RESTRICTED: dict[str, dict[str, Any]] = {
     "two dtypes": {"dtypes": ("bfloat16", "float32")},
     "a serving engine": {"head_dims": (64, 128), "block_sizes": (16,), "group_sizes": (1, 4, 8)},
     "sizes that nothing prefers": {"head_dims": (576,), "block_sizes": (7, 24), "group_sizes": (16, 6)},
+    "large pages": {"head_dims": (256, 576, 1024), "block_sizes": (24, 128, 256)},
+    "large pages in one tensor": {"head_dims": (256, 576), "block_sizes": (128, 256), "cache_layouts": ("packed",)},
     "preferred and other sizes": {"head_dims": (64, 192), "block_sizes": (16, 48), "group_sizes": (1, 9)},
     "predicates": {
         "head_dims": lambda size: size % 16 == 0,
@@ -702,6 +704,30 @@ GOLDEN = [
         '"dtype":"float16","values":"large_values","poison":"tenant"}',
         DECODE,
         "0c40faefc5e6f7852b749d7b1161d96f09be12ad455f5afbd3883dd680230073",
+    ),
+    (
+        '{"seed":41,"block_size":3,"num_blocks":99999999,"slots":[299999996,-7,2],"extra_rows":2,"num_kv_heads":3,'
+        '"head_dim":5,"k_layout":{"order":"NHSD","padding":[3,0,1,0]},"v_layout":{"order":"NSHD","padding":[0,2,0,0]},'
+        '"dtype":"bfloat16","values":"bit_patterns"}',
+        WRITE,
+        "2dfc2a0a16945efafd596f6e24467f53bc17bc7f73b86f5580c7627929049c1c",
+    ),
+    (
+        '{"seed":41,"block_size":3,"num_blocks":99999999,"sequences":['
+        '{"blocks":[7,99999998],"tail":[99999],"context_len":5},{"blocks":[7],"tail":[-1,8],"context_len":3}],'
+        '"num_kv_heads":2,"group_size":3,"head_dim":6,"scale":-0.125,"k_layout":{"order":"NSH2D","padding":[5,0,1,0,0]},'
+        '"v_layout":{"order":"NSH2D","padding":[5,0,1,0,0]},"dtype":"float16","poison":"tenant","tokens_of":[[4,4],[4]],'
+        '"queries_of":[2,0]}',
+        DECODE,
+        "6a0a7e43416d782b016f294f2709c315f02ab50c9a75fee79600f95666b6527d",
+    ),
+    (
+        '{"seed":41,"block_size":3,"num_blocks":99999999,"sequences":['
+        '{"blocks":[7,99999998],"tail":[99999],"context_len":5},{"blocks":[9],"tail":[-1,8],"context_len":3}],'
+        '"num_kv_heads":2,"group_size":3,"head_dim":6,"scale":-0.125,"k_layout":{"order":"N2SHD"},'
+        '"v_layout":{"order":"N2SHD"},"dtype":"float32","values":"needles","poison":"nan_and_garbage","new_tokens":4}',
+        BOTH,
+        "6f5cc3557f6af3bd1078ceba39ae4bbb28009bc09ecfaab84a0489da7416dcf1",
     ),
 ]
 

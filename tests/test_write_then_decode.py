@@ -79,9 +79,7 @@ def plain(case: WriteThenDecodeCase) -> PagedDecodeAttentionCase:
         (4096, [(0, 3, 0), (0, 4, 1), (1, 3, 15), (1, 4, 16), (1, 5, 17), (1, 6, 3)]),
     ],
 )
-def test_the_last_tokens_outside_shared_pages_are_written(
-    new_tokens: int, written: list[tuple[int, int, int]]
-) -> None:
+def test_the_last_tokens_outside_shared_pages_are_written(new_tokens: int, written: list[tuple[int, int, int]]) -> None:
     case = replace(CASE, new_tokens=new_tokens)
     case.check()
     assert case.written() == written
@@ -167,7 +165,7 @@ def test_nothing_new_is_the_decode_on_its_own() -> None:
         check_oracles(case, STRIDED)
 
 
-# ------------------------------------------------------------------------------------------------------------- oracles
+# -------------------------------------------------------------------------------------------------------------- oracles
 
 
 def test_the_right_answer_does_not_depend_on_where_tokens_come_from() -> None:
@@ -204,7 +202,7 @@ def test_the_loop_oracle_leaves_the_arguments_as_they_are() -> None:
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(before, after, strict=True))
 
 
-# --------------------------------------------------------------------------------------------------------------- drawing
+# -------------------------------------------------------------------------------------------------------------- drawing
 
 
 def test_what_is_drawn() -> None:
@@ -248,7 +246,7 @@ def test_slots_that_do_not_fit_their_dtype() -> None:
     row = (Sequence((2**27,), (), 1),)
     case = WriteThenDecodeCase(block_size=16, num_blocks=2**28, sequences=row, index_dtype="int64")
     case.check()
-    with pytest.raises(InvalidCase, match="^slots of block 134217728 do not fit int32$"):
+    with pytest.raises(InvalidCase, match=r"^slots of block 134217728 do not fit int32$"):
         replace(case, index_dtype="int32").check()
     last = (Sequence((2**27 - 1,), (), 16),)
     replace(case, sequences=last, index_dtype="int32").check()
