@@ -296,8 +296,7 @@ def test_the_widest_gaps_that_are_accepted_take_no_gigabyte(operation: str, orde
         case = {**sizes, "k_layout": layout, "v_layout": layout, "poison": "tenant", **content}
         try:
             _, read = decode(plain(operation=operation, case=case))
-        except Unreadable as error:
-            assert "more than a case may hold" in str(error)
+        except Unreadable:  # its sentence is looked at above
             continue
         tracemalloc.start()
         started = time.process_time()
