@@ -22,16 +22,22 @@ def with_pairs(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
         for decode in kernels.values():
             if (write.operation.name, decode.operation.name) != ("reshape_and_cache", "paged_decode_attention"):
                 continue
-            if _family(write.name) != _family(decode.name):
-                continue
-            declared = None
-            with suppress(Exception):  # a predicate of the author's raises: that is said of the kernel itself
-                declared = _both(write.declared, decode.declared)
-            if declared is not None:
-                name = f"{write.name}+{decode.name}"
-                call = _one_after_the_other(write, decode)
-                pairs[name] = Kernel(name, OPERATIONS["write_then_decode"], call, declared)
+            pair = None
+            if _family(write.name) == _family(decode.name):
+                with suppress(Exception):  # a predicate of the author's raises: that is said of the kernel itself
+                    pair = paired(write, decode)
+            if pair is not None:
+                pairs[pair.name] = pair
     return {**kernels, **{name: pair for name, pair in pairs.items() if name not in kernels}}
+
+
+def paired(write: Kernel, decode: Kernel) -> Kernel | None:
+    """The kernel WRITE+DECODE of write_then_decode; None where the two support nothing in common."""
+    declared = _both(write.declared, decode.declared)
+    if declared is None:
+        return None
+    operation = OPERATIONS["write_then_decode"]
+    return Kernel(f"{write.name}+{decode.name}", operation, _one_after_the_other(write, decode), declared)
 
 
 def _family(name: str) -> str:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pagefuzz
 from pagefuzz.kernels.operations import OPERATIONS
+from pagefuzz.kernels.pairs import paired
 from pagefuzz.kernels.registry import Declaration, Kernel
 
 KERNELS = Path(pagefuzz.__file__).parent / "kernels"
+WRITE, DECODE = "torch_reshape_and_cache", "torch_paged_decode_attention"
 
 
 @dataclass(frozen=True)
 class Mutant:
     """One planted bug.
 
-    edits: (text of the good kernel, text in its place); each text must stand in the source exactly once, or `times`.
-    origin: where the bug was seen: a public issue, or the seeds' table of pitfalls. invariant: the id that is named.
-    smallest: whether a shrunk case is as small as a person would have written it.
+    kernel: the edited file of kernels/. edits: (text of the good kernel, text in its place); each text must stand in
+    the source exactly once, or `times`. origin: where the bug was seen: a public issue, or the seeds' table of
+    pitfalls. invariant: the id that is named. smallest: whether a shrunk case is as small as a person would have
+    written it. declares: beside that it rejects what is forbidden. partner: a good kernel that it is one operation with,
+    write_then_decode; for the file "pairs" itself it is the write.
     """
 
     name: str
@@ -32,10 +38,8 @@ class Mutant:
     invariant: str
     smallest: Callable[[Any], bool]
     times: int = 1
-
-    @property
-    def operation(self) -> str:
-        return self.kernel.split("_", 1)[1]
+    declares: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    partner: str = ""
 
     def build(self, folder: Path) -> Kernel:
         """Write the edited source to `folder` and load it. Raises ValueError where an edit no longer applies."""
@@ -51,6 +55,19 @@ class Mutant:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        return Kernel(
-            self.name, OPERATIONS[self.operation], getattr(module, self.kernel), Declaration(rejects="check_values")
-        )
+        if not self.partner:
+            return replace(self._half(self.kernel, module), name=self.name)
+        good_half = self._half(self.partner, import_module(f"pagefuzz.kernels.{self.partner}"))
+        if self.kernel == "pairs":
+            decode = self._half(DECODE, import_module(f"pagefuzz.kernels.{DECODE}"))
+            return replace(module.paired(good_half, decode), name=self.name)
+        halves = [self._half(self.kernel, module), good_half]
+        write, decode = sorted(halves, key=lambda half: half.operation.name, reverse=True)
+        pair = paired(write, decode)
+        assert pair is not None
+        return replace(pair, name=self.name)
+
+    def _half(self, name: str, module: Any) -> Kernel:
+        operation = OPERATIONS[name.split("_", 1)[1]]
+        declared = Declaration(**{"rejects": "check_values", **self.declares})
+        return Kernel(name, operation, getattr(module, name), declared)
