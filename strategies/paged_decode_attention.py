@@ -173,8 +173,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             return np.broadcast_to((hot[:, None] == np.arange(self.head_dim))[:, None, :], shape).astype(np.float64)
         if self.values == "heads_by_value":
             return np.broadcast_to(np.arange(1.0, self.num_kv_heads + 1)[None, :, None], shape).astype(np.float64)
-        if self.values == "heads_by_key":
-            return np.broadcast_to((position + 1.0)[:, None, None], shape).astype(np.float64)
+        if self.values == "heads_by_key":  # no further than bfloat16 counts: keys point at the first positions only
+            return np.broadcast_to((np.minimum(position, 254) + 1.0)[:, None, None], shape).astype(np.float64)
         if self.values == NEEDLES:  # small positive integers, which every dtype holds
             return 1.0 + (counter_hash(self.seed, "v", grid(tokens, *shape[1:])) % np.uint64(99)).astype(np.float64)
         values = 2 * dyadic(self.seed, "v", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
@@ -216,9 +216,13 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
     # merges splits by their LSE, which is 1/2 only if both functions are that good.)
 
     def has_needles(self) -> bool:
-        """Whether the recipe "needles" is exact for this case: no sequence sees another's tokens, and the scale is not
-        so small that keys which make up for it overflow float16 in q k^T."""
-        return all(len(set(pages)) <= 1 for pages in self.page_labels()) and self._needle_strength() <= 2.0**10
+        """Whether the recipe "needles" is exact for this case: no sequence sees another's tokens, unless it sees the
+        same ones, and the scale is not so small that keys which make up for it overflow float16 in q k^T."""
+        lengths: dict[int, int] = {}
+        for pages, n in zip(self.page_labels(), self.context_lens, strict=True):
+            if pages and (len(set(pages)) > 1 or lengths.setdefault(pages[0], n) != n):
+                return False
+        return self._needle_strength() <= 2.0**10
 
     def _needle_strength(self) -> float:
         return 2.0 ** math.ceil(math.log2(GAP / (32 * max(abs(self.scale), 2**-30))))

@@ -32,7 +32,7 @@ def good(operation: str, **declared: Any) -> Callable[[Callable[..., Any]], Call
     return add
 
 
-# ------------------------------------------------------------------------------------- decodes of one sequence at a time
+# ------------------------------------------------------------------------------------ decodes of one sequence at a time
 
 
 def one_by_one(name: str, attend: Callable[..., torch.Tensor], **declared: Any) -> None:
@@ -191,9 +191,7 @@ one_by_one("in_float64", in_float64)
 one_by_one("pages_in_order", online(list))
 one_by_one("pages_backwards", online(reversed))
 one_by_one("split_by_page_size_and_batch", split(torch.exp, torch.log))
-one_by_one(
-    "split_in_base_two", split(lambda x: torch.exp2(x * LOG2E), lambda x: torch.log2(x) * math.log(2.0))
-)
+one_by_one("split_in_base_two", split(lambda x: torch.exp2(x * LOG2E), lambda x: torch.log2(x) * math.log(2.0)))
 one_by_one("merged_in_pairs", merged_in_pairs)
 one_by_one("finite_fill", finite_fill)
 one_by_one("tf32_products", tf32_products, unit_roundoff={"products": "tf32"})
@@ -203,7 +201,7 @@ one_by_one("heads_first_only", base_two, cache_layouts=("hnd",))
 one_by_one("packed_only", online(list), cache_layouts=("packed",), index_dtypes=("int32",), empty="never")
 
 
-# --------------------------------------------------------------------------------------------------------- other decodes
+# -------------------------------------------------------------------------------------------------------- other decodes
 
 
 @good(DECODE, unit_roundoff={"weights": "input"})
@@ -299,7 +297,7 @@ def adds_with_atomics(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, con
     return (acc / torch.where(total > 0, total, 1.0)[..., None]).to(q.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- writes
+# --------------------------------------------------------------------------------------------------------------- writes
 
 
 @good(WRITE, cache_layouts=CACHE_LAYOUTS)
