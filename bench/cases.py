@@ -35,7 +35,11 @@ class Split:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """From now on, outside of all seams: drawing."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase, self.since = PHASES[0], time.process_time()
 
     def switch(self, phase: str) -> str:
@@ -65,10 +69,12 @@ class Split:
         from pagefuzz.oracles.answers import DENSE, LOOP
         from pagefuzz.strategies import CASES
 
-        seams = [("judging", Judge, "verdict"), ("observing", Runner, "_observe"), ("observing", CpuArena, "forget")]
-        seams += [
-            ("materialising", owner, name)
-            for owner, name in ((Arena, "place"), *((c, "arguments") for c in CASES.values()))
+        seams: list[tuple[str, type, str]] = [
+            ("judging", Judge, "verdict"),
+            ("materialising", Arena, "place"),
+            *(("materialising", case, "arguments") for case in CASES.values()),
+            ("observing", Runner, "_observe"),
+            ("observing", CpuArena, "forget"),
         ]
         for phase, owner, name in seams:
             setattr(owner, name, self.timed(phase, getattr(owner, name)))
@@ -91,8 +97,7 @@ def one_core(cases: int, patterns: list[str], seed: int, split: Split | None) ->
             kernel = replace(kernel, call=split.timed("kernel", kernel.call))
         session.fuzz(kernel, 10_000, 25)  # imports, first launches
         if split:
-            split.switch(PHASES[0])
-            split.seconds.clear()
+            split.start()
         done = runs = 0
         started = time.process_time()
         for index in range(-(-cases // SHARD)):
@@ -102,7 +107,7 @@ def one_core(cases: int, patterns: list[str], seed: int, split: Split | None) ->
         print(f"{name:32}{done:>7}{runs / done:>13.2f}{done / seconds:>9.0f}", end="")
         if split:
             split.switch(PHASES[0])
-            print("".join(f"{split.seconds[phase] / split.seconds.total():>15.1%}" for phase in PHASES), end="")
+            print("".join(f"{split.seconds[phase] / seconds:>15.1%}" for phase in PHASES), end="")
         print()
 
 

@@ -24,6 +24,7 @@ ALIGNMENT = 64
 GUARD = 256  # bytes of poison right before and behind every buffer
 PIECE = 1 << 26  # bytes that are compared at a time
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer dtype
+_ZONE = np.full(GUARD, POISON, dtype=np.uint8)
 MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -157,9 +158,8 @@ class Arena(ABC):
         """(first byte, uint8 bits) of what is filled in: the guard zones and the buffer's pieces."""
         itemsize = ITEMSIZE[buffer.dtype]
         end = start + buffer.size * itemsize
-        guard = np.full(GUARD, POISON, dtype=np.uint8)
         filled = [(start + first * itemsize, bits.view(np.uint8)) for first, bits in buffer.pieces]
-        return [(start - GUARD, guard), *filled, (end, guard)]
+        return [(start - GUARD, _ZONE), *filled, (end, _ZONE)]
 
 
 class CpuArena(Arena):
@@ -201,7 +201,7 @@ class CpuArena(Arena):
 
     def _fill(self, start: int, buffer: Buffer) -> None:
         for first, data in self._pieces(start, buffer):
-            self.memory[first : first + len(data)] = data.tobytes()
+            self.memory[first : first + len(data)] = data.data
 
     def _view(self, start: int, tensor: Tensor) -> torch.Tensor:
         buffer, dtype = tensor.buffer, TORCH_DTYPES[tensor.buffer.dtype]
@@ -239,14 +239,15 @@ class CpuArena(Arena):
 
     def touched(self) -> dict[str, Runs]:
         known = sorted(self.before)
+        fresh = [run for first, last in self._populated() for run in _outside(first, last, known)]
         found: dict[str, Runs] = {}
         for start, buffer in self.places:
             end = start + buffer.size * ITEMSIZE[buffer.dtype]
-            runs = []
-            for first, last in self._populated():
-                for low, high in _outside(first, last, known):
-                    if low < end and high > start and self.page == mmap.PAGESIZE:
-                        runs.append((max(low, start) - start, min(high, end) - 1 - start))
+            runs = [
+                (max(low, start) - start, min(high, end) - 1 - start)
+                for low, high in fresh
+                if low < end and high > start and self.page == mmap.PAGESIZE
+            ]
             if runs:
                 found[buffer.name] = runs
         return found

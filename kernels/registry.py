@@ -55,7 +55,7 @@ class Declaration:
     unit_roundoff: what is rounded to less than float32: "scores", "weights" (before the second product), "products"
         (their operands), "sums" (the accumulators), each to one of float32, tf32, float16, bfloat16, float8_e4m3fn, or
         "input" for the dtype of the caches.
-    batch_invariant: a sequence's bits do not depend on its neighbours.
+    batch_invariant: a sequence's bits do not depend on its neighbours: I11 bit for bit.
     deterministic: I7, I8 and I17 hold bit for bit; False: within the tolerance.
     rejects: True: input outside the contract raises an error before anything is written (ValueError, TypeError, or
         another that its author chose). "check_values": so do index values, with the keyword check_values=True.

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.strategies.case import InvalidCase
+from pagefuzz.strategies.case import MAX_ELEMENTS, InvalidCase
 from pagefuzz.strategies.number_formats import FORMATS, STORAGE, decode
 from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
 from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
@@ -51,6 +51,11 @@ def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple
     listed = getattr(declared, what)
     extra = () if listed is None or callable(listed) else tuple(size for size in listed if size not in pool)[:8]
     return pool + extra
+
+
+def fewer_heads(heads: int, block: int) -> int:
+    """As many kv heads as a case holds that fills sixteen blocks of `block` elements a head, `heads` at the most."""
+    return max(1, min(heads, MAX_ELEMENTS // (16 * block)))
 
 
 def one_of_each(*tables: tuple[Any, ...]) -> st.SearchStrategy[tuple[Any, ...]]:

@@ -113,6 +113,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             "tokens_of does not name the pages of each sequence",
         )
         require(len(self.queries_of) in (0, len(self.sequences)), "queries_of does not name each row")
+        labelled: dict[int, int] = {}
+        for row, labels in zip(self.sequences, self.tokens_of, strict=False):
+            for block, label in zip(row.blocks, labels, strict=True):
+                require(
+                    labelled.setdefault(block, label) == label,
+                    f"tokens_of gives block {block} the tokens of sequences {labelled[block]} and {label}",
+                )
+        require(self.values != NEEDLES or self.has_needles(), f"values={NEEDLES!r} is not exact for this case")
         if self.fault in self.value_faults:
             require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
 
@@ -216,11 +224,11 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
     # merges splits by their LSE, which is 1/2 only if both functions are that good.)
 
     def has_needles(self) -> bool:
-        """Whether the recipe "needles" is exact for this case: no sequence sees another's tokens, unless it sees the
-        same ones, and the scale is not so small that keys which make up for it overflow float16 in q k^T."""
+        """Whether the recipe "needles" is exact for this case: no sequence sees a part of another's tokens, and the
+        scale is not so small that keys which make up for it overflow float16 in q k^T."""
         lengths: dict[int, int] = {}
-        for pages, n in zip(self.page_labels(), self.context_lens, strict=True):
-            if pages and (len(set(pages)) > 1 or lengths.setdefault(pages[0], n) != n):
+        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
+            if len(set(pages)) > 1 or (pages and lengths.setdefault(pages[0], row.context_len) != row.context_len):
                 return False
         return self._needle_strength() <= 2.0**10
 
@@ -229,13 +237,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
 
     def _is_needle(self, tokens: np.ndarray) -> np.ndarray:
         """bool[len(tokens), KVH]"""
-        found = np.zeros((len(tokens), self.num_kv_heads), dtype=bool)
+        lengths = {pages[0]: n for pages, n in zip(self.page_labels(), self.context_lens, strict=True) if n}
+        known = np.array(sorted(lengths), dtype=np.uint64)
+        of_each = np.array([lengths[int(label)] for label in known], dtype=np.uint64)
+        counters = known[:, None] * np.uint64(self.num_kv_heads) + np.arange(self.num_kv_heads, dtype=np.uint64)
         labels, positions = np.divmod(tokens, POSITIONS)
-        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
-            if row.context_len:
-                counters = pages[0] * self.num_kv_heads + np.arange(self.num_kv_heads, dtype=np.uint64)
-                hashed = counter_hash(self.seed, "k", counters) % np.uint64(row.context_len)
-                found |= (labels == pages[0])[:, None] & (positions[:, None] == hashed.astype(np.int64))
+        rows = np.searchsorted(known, labels.astype(np.uint64))
+        needles = counter_hash(self.seed, "k", counters) % of_each[:, None]
+        found: np.ndarray = needles[rows] == positions[:, None].astype(np.uint64)
         return found
 
     # ---- tensors
@@ -433,6 +442,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             rows.append(replace(row, blocks=tuple(blocks)))
         return replace(self, sequences=tuple(rows), num_blocks=free, tokens_of=self.page_labels())
 
+    def repaged(self, block_size: int) -> Self:
+        found = super().repaged(block_size)
+        if not self.tokens_of:
+            return found
+        labels = [pages[-1:] for pages in self.tokens_of]  # of a shared prefix and what follows, what follows
+        rows = zip(labels, found.sequences, strict=True)
+        return replace(found, tokens_of=tuple(label * len(row.blocks) for label, row in rows))
+
     def contiguous(self) -> Self:
         """Contiguous caches and queries. The table keeps its stride: what lies in its gaps is a tail for I2."""
         return replace(super().contiguous(), q_padding=0)
@@ -478,6 +495,7 @@ def cases(
         num_kv_heads, group_size = draw(heads)
         head_dim, scale = draw(dims)
         block_size = draw(block_sizes)
+        num_kv_heads = draws.fewer_heads(num_kv_heads, block_size * head_dim)
         count, table_padding = draw(counts)
         # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
         tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)

@@ -424,11 +424,11 @@ def test_two_launches_are_no_race_and_the_first_race_is_kept() -> None:
         for _ in range(2):
             each[(2,)](workspace, 8, -1, 8)
             copy[(1,)](workspace, out, 0, 16, 16)
-        assert trace.race is None
+        none = trace.race
         each[(2,)](workspace, 0, -1, 8)
         each[(3,)](out, 0, 5, 1)
-        assert trace.race is not None and trace.race.tensor == "out" and trace.race.elements == 8
     first = trace.race
+    assert none is None and first is not None and first.tensor == "out" and first.elements == 8
     assert first.programs == ((0, 0, 0), (1, 0, 0)) and first.index == 0
     assert str(first) == "programs (0, 0, 0) and (1, 0, 0) both wrote element 0 of out (8 elements of out in all)"
     assert pickle.loads(pickle.dumps(first)) == first

@@ -114,15 +114,6 @@ WRITES = (
         lambda case: one_token(case) and case.slots == (0,),
     ),
     Mutant(
-        "head_stride_taken_for_granted",
-        "triton_reshape_and_cache",
-        (("head * k_head_stride + dim", "head * D + dim"), ("head * v_head_stride + dim", "head * D + dim")),
-        "flashinfer#527: the cache is taken for contiguous",
-        "I10",
-        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1 and case.block_size == 2,
-        declares=HND,
-    ),
-    Mutant(
         "written_into_a_contiguous_copy",
         "torch_reshape_and_cache",
         (
@@ -176,6 +167,18 @@ WRITES = (
         "flashinfer#527, FlagGems#3410: a layout that is not supported is not refused either",
         "I16",
         lambda case: len(case.slots) <= 1 and case.num_kv_heads * case.block_size <= 2 and case.head_dim <= 2,
+    ),
+    Mutant(
+        "head_stride_ignored",
+        "triton_reshape_and_cache",
+        (
+            ("head * k_head_stride + dim", "offs"),
+            ("head * v_head_stride + dim", "offs"),
+        ),
+        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "I10",
+        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
+        declares=HND,
     ),
 )
 SLOTS = (
@@ -342,8 +345,8 @@ DECODES = (
         "torch_paged_decode_attention",
         (
             (
-                "v_cache[pages].flatten(0, 1)[:n].float()",
-                "(v_cache[pages] * (1 + (pages > 8) * 2.0**-12).view(-1, 1, 1, 1)).flatten(0, 1)[:n].float()",
+                "v_cache[pages]",
+                "(v_cache[pages] * (1 + (pages[:1] > pages[-1:]) * 2.0**-12).view(1, 1, 1, 1))",
             ),
         ),
         "attention-gym#189: a physical id takes part in the arithmetic",
@@ -362,12 +365,21 @@ DECODES = (
         lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 4,
     ),
     Mutant(
+        "strides_of_keys_for_values",
+        "triton_paged_decode_attention",
+        (("block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE", "block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE"),),
+        "one set of strides for two caches: right until they lie differently; vllm#42642",
+        "I10",
+        lambda case: len(case.sequences) == 1 and case.num_heads == case.head_dim == 1,
+        declares=STRIDED,
+    ),
+    Mutant(
         "counts_its_calls",
         "torch_paged_decode_attention",
         (
             ("    block_size, group = ", "    CALLS.append(1)\n    block_size, group = "),
             ("FLOATS = (", "CALLS: list[int] = []\nFLOATS = ("),
-            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 2)), dim=1)"),
+            ("* scale, dim=1)", "* scale * (1 + 2.0**-18 * (len(CALLS) % 61)), dim=1)"),
         ),
         "flashinfer#1912: state that survives a call",
         "I17",
@@ -419,15 +431,6 @@ DECODES = (
         "vllm#6373: a dtype that is declared and not there",
         "I0",
         lambda case: case.dtype == "bfloat16" and case.context_lens in ((), (0,)),
-    ),
-    Mutant(
-        "values_by_the_strides_of_keys",
-        "triton_paged_decode_attention",
-        (("        *v_cache.stride()[:3],", "        *k_cache.stride()[:3],"),),
-        "vllm#42642: one tensor is read with the strides of another",
-        "I10",
-        lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 2 and case.width <= 2,
-        declares=STRIDED,
     ),
     Mutant(
         "block_stride_computed",
