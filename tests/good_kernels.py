@@ -32,7 +32,7 @@ def good(operation: str, **declared: Any) -> Callable[[Callable[..., Any]], Call
     return add
 
 
-# ------------------------------------------------------------------------------------- decodes of one sequence at a time
+# ------------------------------------------------------------------------------------ decodes of one sequence at a time
 
 
 def one_by_one(name: str, attend: Callable[..., torch.Tensor], **declared: Any) -> None:
@@ -201,7 +201,7 @@ one_by_one("heads_first_only", base_two, cache_layouts=("hnd",))
 one_by_one("packed_only", online(list), cache_layouts=("packed",), index_dtypes=("int32",), empty="never")
 
 
-# --------------------------------------------------------------------------------------------------------- other decodes
+# -------------------------------------------------------------------------------------------------------- other decodes
 
 
 @good(DECODE, unit_roundoff={"weights": "input"})
@@ -297,7 +297,7 @@ def adds_with_atomics(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, con
     return (acc / torch.where(total > 0, total, 1.0)[..., None]).to(q.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- writes
+# --------------------------------------------------------------------------------------------------------------- writes
 
 
 @good(WRITE, cache_layouts=CACHE_LAYOUTS)
