@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from pagefuzz.kernels.registry import CACHE_LAYOUTS
 from pagefuzz.tests.mutants.mutant import Mutant
 from pagefuzz.tests.mutants.smallest import Smallest
 
@@ -12,7 +15,7 @@ BLOCK = "pos // BLOCK_SIZE, mask=live, other=0).to(tl.int64)\n"
 V_LOAD = "v = tl.load(v_head_ptr + v_offs[:, None] + cols[None, :], mask=kv_mask,"
 K_LOAD = "k = tl.load(k_head_ptr + k_offs[:, None] + cols[None, :], mask=kv_mask,"
 
-DECODES = (
+PLANTED = (
     # ---- which rows take part
     Mutant(
         "mask_one_too_many",
@@ -72,7 +75,7 @@ DECODES = (
         ((V_LOAD, V_LOAD.replace("mask=kv_mask", "mask=(cols < D)[None, :]")),),
         "aiter#5401, FlagGems#1457: K is masked and V is not",
         "I2",
-        Smallest(),
+        Smallest(block_size=2),
         also=("I8",),
     ),
     Mutant(
@@ -142,7 +145,7 @@ DECODES = (
         (('        BLOCK_SIZE=sizes["bs"],\n', '        BLOCK_SIZE=triton.next_power_of_2(sizes["bs"]),\n'),),
         "vllm#41363, vllm#38502: the block size is taken for a power of two",
         "I2",
-        Smallest(tokens=4, block_size=3),
+        Smallest(tokens=6, block_size=5, other=("layouts",)),
         also=(
             "I10",
             "I3",
@@ -182,7 +185,8 @@ DECODES = (
             (": -(-n // block_size)].long()", ": -(-n // block_size) + 1].long()"),
             (
                 "        # [pages, bs, KVH, D]",
-                "        pages = torch.where((pages >= 0) & (pages < sizes['N']), pages, 0)\n        # [pages, bs, KVH, D]",
+                "        pages = torch.where((pages >= 0) & (pages < sizes['N']), pages, 0)\n"
+                "        # [pages, bs, KVH, D]",
             ),
         ),
         "vllm#42494, vllm#42273: a page that nobody owns is loaded, and cut off later",
@@ -235,7 +239,7 @@ DECODES = (
         ((": -(-n // block_size)].long()", ": -(-n // block_size)].long() % 64"),),
         "vllm#39324: a table for 64 blocks; wrong only above block 63",
         "I3",
-        Smallest(far=True),
+        Smallest(far=None),
         also=("I9",),
     ),
     # ---- heads
@@ -342,7 +346,7 @@ DECODES = (
         (("tl.maximum(m, tl.max(scores, 1))", "tl.maximum(m, tl.max(tl.max(scores, 1), 0))"),),
         "the maximum over the wrong axis: right until one head's scores lie far below another's",
         "I4",
-        Smallest(heads=2, other=("values",)),
+        Smallest(heads=3, other=("values",)),
         also=("I11", "I12"),
     ),
     # ---- head dim
@@ -375,7 +379,7 @@ DECODES = (
         ((K_LOAD, K_LOAD.replace("mask=kv_mask", "mask=live[:, None] & (cols < D // 2 * 2)[None, :]")),),
         "FlagGems#951, vllm#4573: keys are loaded in twos",
         "I5",
-        Smallest(tokens=2),
+        Smallest(tokens=2, heads=2, kv_heads=2),
         also=(
             "I4",
             "I12",
@@ -441,12 +445,13 @@ DECODES = (
         (
             (
                 'torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
-                '(torch.einsum("hd,nhd->hn", query, k) * scale).exp()\n        weights = weights / weights.sum(1, keepdim=True)',
+                '(torch.einsum("hd,nhd->hn", query, k) * scale).exp()\n'
+                "        weights = weights / weights.sum(1, keepdim=True)",
             ),
         ),
         "vllm#56578: exp of a large score overflows",
         "I4",
-        Smallest(other=("values",)),
+        Smallest(head_dim=4, other=("values",)),
         also=("I11", "I12"),
     ),
     Mutant(
@@ -467,7 +472,7 @@ DECODES = (
         (("rescale = tl.exp(m - m_new)", "rescale = tl.exp2(m - m_new)"),),
         "vllm#28840: base 2 and base e mixed; wrong from the second step on, where the maximum grows",
         "I4",
-        Smallest(tokens=80, head_dim=2, block_size=2),
+        Smallest(tokens=80, heads=8, head_dim=128, block_size=2, other=("values",)),
         also=("I12", "I11"),
     ),
     Mutant(
@@ -476,7 +481,7 @@ DECODES = (
         (("total = total * rescale + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)"),),
         "flashinfer#50: wrong from the second step on, where the maximum grows",
         "I4",
-        Smallest(tokens=80, head_dim=2, block_size=2),
+        Smallest(tokens=80, heads=8, head_dim=128, block_size=2, other=("values",)),
         also=("I12", "I11"),
     ),
     Mutant(
@@ -576,9 +581,9 @@ DECODES = (
             ("block_tables[b, : -(-n // block_size)].long()", "block_tables[row, : -(-n // block_size)].long()"),
         ),
         "vllm#43982, flashinfer#353: rows are counted without the empty ones",
-        "I13",
+        "I2",
         Smallest(sequences=2),
-        also=("I2", "I9"),
+        also=("I13", "I9"),
     ),
     Mutant(
         "length_of_the_first_sequence",
@@ -616,7 +621,8 @@ DECODES = (
         (
             (
                 "    tl.store(out_ptr + b",
-                "    out += 0.0 * tl.load(out_ptr + b * (KVH * GROUP * D) + head_offs, mask=head_mask, other=0.0)\n    tl.store(out_ptr + b",
+                "    out += 0.0 * tl.load(out_ptr + b * (KVH * GROUP * D) + head_offs, mask=head_mask, other=0.0)\n"
+                "    tl.store(out_ptr + b",
             ),
         ),
         "flashinfer#1912: 0 times what lay in the output; a NaN in fresh memory shows it",
@@ -650,4 +656,8 @@ DECODES = (
         also=("I11",),
     ),
 )
-ALL = DECODES
+# They declare what the good kernels do.
+DECODES = tuple(
+    replace(mutant, declares={"cache_layouts": CACHE_LAYOUTS, "batch_invariant": mutant.kernel == TRITON})
+    for mutant in PLANTED
+)

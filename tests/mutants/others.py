@@ -1,4 +1,4 @@
-"""Mutants of paged_decode_attention by other algorithms: split-KV with a merge, and all sequences at once in PyTorch."""
+"""Mutants of decodes by other algorithms: split-KV with a merge, and all sequences at once in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OTHERS = (
         (
             (
                 "weight = tl.exp(tl.load(lse_ptr + part + split, mask=row_mask, other=0.0) - m)",
-                'weight = tl.where(tl.load(lse_ptr + part + split, mask=row_mask, other=0.0) > -float("inf"), 1.0, 0.0)',
+                "lse = tl.load(lse_ptr + part + split, mask=row_mask, other=0.0)\n"
+                '        weight = tl.where(lse > -float("inf"), 1.0, 0.0)',
             ),
         ),
         "flashinfer#50, flash-attention#1647: the parts are averaged, whatever they weigh",
@@ -76,7 +77,11 @@ OTHERS = (
         (
             (
                 "    rows = tl.arange(0, ROWS)\n    cols = tl.arange(0, COLS)\n    row_mask = rows < GROUP",
-                "    if (first >= last) & (n > 0):\n        return\n    rows = tl.arange(0, ROWS)\n    cols = tl.arange(0, COLS)\n    row_mask = rows < GROUP",
+                "    if (first >= last) & (n > 0):\n"
+                "        return\n"
+                "    rows = tl.arange(0, ROWS)\n"
+                "    cols = tl.arange(0, COLS)\n"
+                "    row_mask = rows < GROUP",
             ),
         ),
         "flashinfer#1912, flash-attention#2550: the merge reads parts that nobody wrote",
@@ -212,9 +217,9 @@ OTHERS = (
             ),
         ),
         "vllm#641, flash-attention#1745: NaN * 0 where the mask left V as it was",
-        "I8",
+        "I13",
         Smallest(sequences=2, tokens=2, block_size=2),
-        also=("I13", "I11"),
+        also=("I8", "I11"),
     ),
     Mutant(
         "batched_empty_row_is_nan",
@@ -240,7 +245,8 @@ OTHERS = (
             ("live = position < lengths[:, None]", "live = position < lengths[:1, None]"),
             (
                 "blocks = torch.where(live, pages, 0)",
-                "live = live.expand(sequences, -1)\n    blocks = torch.where(live, pages, 0).clamp(0, k_cache.shape[0] - 1)",
+                "live = live.expand(sequences, -1)\n"
+                "    blocks = torch.where(live, pages, 0).clamp(0, k_cache.shape[0] - 1)",
             ),
         ),
         "jax 10dbfcf747: one sequence's length for all",
@@ -273,7 +279,7 @@ OTHERS = (
         (("    blocks = torch.where(live, pages, 0)\n", "    blocks = torch.where(live, pages, 0).clamp(max=63)\n"),),
         "tpu-inference#2366: garbage ids are clamped, and right ids with them",
         "I9",
-        Smallest(far=True),
+        Smallest(far=None),
         also=(
             "I3",
             "I12",
@@ -298,4 +304,3 @@ OTHERS = (
         also=("I11", "I13"),
     ),
 )
-ALL = OTHERS

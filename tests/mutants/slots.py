@@ -91,7 +91,7 @@ SLOTS = (
         (("block_tables[seq_ids", "block_tables.sort(dim=1).values[seq_ids"),),
         "seeds: the order of the table is the order of the tokens; it is not sorted",
         "I2",
-        Smallest(tokens=2),
+        Smallest(tokens=3),
         also=("I4", "I9"),
     ),
     Mutant(
@@ -146,7 +146,9 @@ SLOTS = (
         (
             (
                 "    slot = block",
-                "    ahead = tl.load(entry_ptr + 1, mask=real, other=0)\n    block = tl.where(real, block, ahead)\n    slot = block",
+                "    ahead = tl.load(entry_ptr + 1, mask=real, other=0)\n"
+                "    block = tl.where(real, block, ahead)\n"
+                "    slot = block",
             ),
         ),
         "vllm#53982, FlagGems#922: the next entry is fetched too, and masked",
@@ -159,7 +161,7 @@ SLOTS = (
         (("slot_mapping_kernel[(triton.cdiv(tokens, TILE),)]", "slot_mapping_kernel[(max(tokens // TILE, 1),)]"),),
         "FlagGems#943: what is left over after whole tiles is never mapped",
         "I4",
-        Smallest(sequences=2, new_tokens=3),
+        Smallest(sequences=2, new_tokens=5),
     ),
     Mutant(
         "tiled_table_width_for_its_stride",
@@ -181,7 +183,7 @@ SLOTS = (
         ),
         "vllm#53982: the last tile stores past the end of the slots",
         "I6",
-        Smallest(tokens=0),
+        Smallest(),
         also=("I0", "I13"),
     ),
     Mutant(
@@ -199,4 +201,3 @@ SLOTS = (
         also=("I9", "I2"),
     ),
 )
-ALL = SLOTS

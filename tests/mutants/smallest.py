@@ -25,9 +25,9 @@ PLAIN = {
 class Smallest:
     """Upper bounds on a case; the fields of PLAIN must have their plainest value but for those that `other` names.
 
-    sequences: rows of the block table. tokens: of the longest context, or T of a write. new_tokens: T of a slot mapping.
-    heads: query heads. blocks: of the pool (None: any number, as for an offset past 2^31). far: whether an offset must
-    pass 2^31. tail: entries of a table row that its sequence does not use.
+    sequences: rows of the block table. tokens: of the longest context, or T of a write. new_tokens: T of a slot
+    mapping. heads: query heads. blocks: of the pool (None: any number, as for an offset past 2^31). far: whether an
+    offset must pass 2^31 (None: it may). tail: entries of a table row that its sequence does not use.
     """
 
     sequences: int = 1
@@ -39,7 +39,7 @@ class Smallest:
     block_size: int = 1
     blocks: int | None = None
     tail: int = 1
-    far: bool = False
+    far: bool | None = False
     other: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Smallest:
             (max((len(row.tail) - (not row.blocks) for row in rows), default=0), self.tail),
         )
         plain = all(_plain(case, name, value) for name, (value, _) in PLAIN.items() if name not in self.other)
-        return all(size <= most for size, most in bounds) and plain and case.is_far() == self.far
+        return all(size <= most for size, most in bounds) and plain and self.far in (None, case.is_far())
 
     def __str__(self) -> str:
         """Up to 1 sequence, 2 tokens, block size 2; with a narrowed table."""
@@ -81,7 +81,9 @@ class Smallest:
         sizes += [f"D = {self.head_dim}"] if self.head_dim > 1 else []
         sizes += [f"bs = {self.block_size}"] if self.block_size > 1 else []
         sizes += [f"{self.blocks} block{'s' if self.blocks > 1 else ''}"] if self.blocks is not None else []
-        extras = [PLAIN[name][1] for name in self.other] + (["an offset past 2^31"] if self.far else [])
+        extras = [PLAIN[name][1] for name in self.other] + (
+            {True: ["an offset past 2^31"], None: ["a large block id"]}.get(self.far, [])
+        )
         return "up to " + ", ".join(sizes) + (f"; with {', '.join(extras)}" if extras else "")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from pagefuzz.kernels.registry import CACHE_LAYOUTS
 from pagefuzz.tests.mutants.mutant import Mutant
 from pagefuzz.tests.mutants.smallest import Smallest
 
 TORCH, TRITON = "torch_reshape_and_cache", "triton_reshape_and_cache"
 
-WRITES = (
+PLANTED = (
     Mutant(
         "slot_zero_taken_as_padding",
         TRITON,
@@ -102,7 +105,7 @@ WRITES = (
         ),
         "FlagGems#943: the last vector store reaches into the next slot",
         "I6",
-        Smallest(head_dim=3),
+        Smallest(tokens=2, kv_heads=3, head_dim=3, block_size=3),
         also=("I17",),
     ),
     Mutant(
@@ -201,7 +204,8 @@ WRITES = (
         (
             (
                 "    k = tl.load(key_ptr",
-                "    tl.store(k_cache_ptr + block * BLOCK_SIZE, 0.0, mask=(place == 0) & (slot > 0))\n    k = tl.load(key_ptr",
+                "    tl.store(k_cache_ptr + block * BLOCK_SIZE, 0.0, mask=(place == 0) & (slot > 0))\n"
+                "    k = tl.load(key_ptr",
             ),
         ),
         "vllm#50276: the page size is taken as the stride of a block, and somebody else's block is zeroed",
@@ -264,4 +268,5 @@ WRITES = (
         also=("I6",),
     ),
 )
-ALL = WRITES
+# They declare what the good kernels do.
+WRITES = tuple(replace(mutant, declares={"cache_layouts": CACHE_LAYOUTS}) for mutant in PLANTED)
