@@ -277,7 +277,7 @@ def cache_layouts(chance: Random, declared: Declaration, head_dim: int) -> tuple
 def _layouts(single: bool) -> dict[str, list[tuple[CacheLayout, CacheLayout]]]:
     """Pairs of layouts by kind. single: the head dim is 1, so that its stride is nobody's business."""
     gapped = [_gapped(order, gaps, index % 3 * single) for index, gaps in enumerate(_GAPS) for order in (NHD, HND)]
-    strided = [(layout, layout) for order in PACKED for layout in (_gapped(order, gaps, single) for gaps in _GAPS)]
+    strided = [(layout, layout) for order in PACKED for layout in (_gapped(order, gaps, int(single)) for gaps in _GAPS)]
     for index, layout in enumerate(gapped):
         strided += [(layout, layout), (layout, gapped[(5 * index + 3) % len(gapped)])]
     return {

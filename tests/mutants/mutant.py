@@ -27,8 +27,8 @@ class Mutant:
     kernel: the edited file of kernels/. edits: (text of the good kernel, text in its place); each text must stand in
     the source exactly once, or `times`. origin: where the bug was seen: a public issue, or the seeds' table of
     pitfalls. invariant: the id that is named. smallest: whether a shrunk case is as small as a person would have
-    written it. declares: beside that it rejects what is forbidden. partner: a good kernel that it is one operation with,
-    write_then_decode; for the file "pairs" itself it is the write.
+    written it. declares: beside that it rejects what is forbidden. partner: a good kernel that it is one operation with
+    (write_then_decode); for the file "pairs" itself it is the write.
     """
 
     name: str
