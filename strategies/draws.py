@@ -18,7 +18,7 @@ from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
 
 # Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
 HEAD_DIMS = (8, 1, 2, 4, 3, 16, 8, 2, 5, 64, 32, 4, 80, 1, 16, 128, 12)
-GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
+GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7, 1, 12)
 BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")

@@ -38,7 +38,9 @@ OPERATION = "paged_decode_attention"
 TOKEN_VALUES = 100_000  # tokens times query heads times dims, of one sequence
 POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 
-DRAWN_VALUES = ("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows")
+DRAWN_VALUES = (
+    *("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows", "low_scores"),
+)
 # Drawn by no strategy: the special values of I3 and I5, and those of the relations whose runs may add in other orders.
 PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
 NEEDLES = "needles"
@@ -167,6 +169,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         keys = 2 * dyadic(self.seed, "k", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
         if self.values == "shifted_rows":  # every score moves by the same large amount
             keys[:, :, 0] = 24
+        if self.values == "low_scores":  # all of them lie below what stands in for -inf in some kernels, as -5e4
+            keys[:, :, 0] = -1024
         if self.values == "ascending_rows":  # the running maximum moves at every page
             keys[:, :, 0] = np.minimum((tokens % POSITIONS) // 2, 30)[:, None]
         return keys
@@ -207,6 +211,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             queries *= 32
         if self.values in ("shifted_rows", "ascending_rows"):
             queries[:, :, 0] = 4
+        if self.values == "low_scores":
+            queries[:, :, 0] = 64
         return queries
 
     def key_places(self) -> int:
@@ -456,6 +462,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
+        if self.cache_kind() != "contiguous":
+            yield from self.far_again(super().contiguous())
         for name in ("num_kv_heads", "group_size", "head_dim"):
             for size in smaller(getattr(self, name)):
                 reduced = with_size(self, name, size)

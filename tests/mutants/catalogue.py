@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagefuzz.tests.mutants import decodes, others, slots, writes
 from pagefuzz.tests.mutants.mutant import Mutant
 
 HND, PACKED, STRIDED = ({"cache_layouts": ("contiguous", kind)} for kind in ("hnd", "packed", "strided"))
@@ -655,4 +656,7 @@ PAIRS = (
         partner="torch_reshape_and_cache",
     ),
 )
-MUTANTS = (*WRITES, *SLOTS, *DECODES, *PAIRS)
+MUTANTS = (
+    *(*WRITES, *SLOTS, *DECODES, *PAIRS),
+    *(*writes.WRITES, *slots.SLOTS, *decodes.DECODES, *others.OTHERS),
+)
