@@ -3,13 +3,17 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: fuzz test lint verify-interpreter clean
+.PHONY: fuzz test mutants lint verify-interpreter clean
 
 fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
 
 test: .venv
 	.venv/bin/python -P -m pytest -n auto tests/ --device cpu $(ARGS)
+
+# Which planted bugs die, and by what. ARGS='--only "triton*" --seeds 1' for a few, ARGS=--idle for what could be left out.
+mutants: .venv
+	.venv/bin/python -P tests/mutants/matrix.py $(if $(ARGS),$(ARGS),--markdown docs/mutants-matrix.md --json .pagefuzz-mutants.json)
 
 # mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
 lint: .venv
