@@ -283,7 +283,9 @@ def test_needles_are_exact(dtype: str, head_dim: int, scale: float) -> None:
                 (position,) = at
                 for query in (2 * head, 2 * head + 1):
                     assert right[b, query].tolist() == values[position, head].tolist()
-                assert 0 < values.min() and values.max() < 256, "bfloat16 holds 8 bits; no output is a zero of some sign"
+                assert values.min() > 0 and values.max() < 256, (
+                    "bfloat16 holds 8 bits; no output is a zero of some sign"
+                )
 
 
 def test_needles_of_what_is_drawn_are_exact() -> None:

@@ -727,7 +727,7 @@ GOLDEN = [
         '"num_kv_heads":2,"group_size":3,"head_dim":6,"scale":-0.125,"k_layout":{"order":"N2SHD"},'
         '"v_layout":{"order":"N2SHD"},"dtype":"float32","values":"needles","poison":"nan_and_garbage","new_tokens":4}',
         BOTH,
-        "6f5cc3557f6af3bd1078ceba39ae4bbb28009bc09ecfaab84a0489da7416dcf1",
+        "ca42d829a1c055cd1e8967c759419e9a92eeb0c6c9310f34664bee718189eb18",
     ),
 ]
 
