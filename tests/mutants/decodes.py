@@ -169,12 +169,29 @@ PLANTED = (
         (
             (
                 "        block = tl.load(block_tables_ptr",
-                "        ahead = tl.load(block_tables_ptr + b * table_stride + pos // BLOCK_SIZE + 1, mask=live, other=0)\n"
+                "        next_ptr = block_tables_ptr + b * table_stride + pos // BLOCK_SIZE + 1\n"
+                "        ahead = tl.load(next_ptr, mask=live, other=0)\n"
                 "        live = live & (ahead == ahead)\n"
                 "        block = tl.load(block_tables_ptr",
             ),
         ),
         "vllm#12848, vllm#14597: one table entry too many is loaded, and thrown away",
+        "I2",
+        Smallest(),
+    ),
+    Mutant(
+        "table_loaded_in_fours",
+        TRITON,
+        (
+            (
+                "        block = tl.load(block_tables_ptr",
+                "        last_ptr = block_tables_ptr + b * table_stride + pos // BLOCK_SIZE // 4 * 4 + 3\n"
+                "        ahead = tl.load(last_ptr, mask=live, other=0)\n"
+                "        live = live & (ahead == ahead)\n"
+                "        block = tl.load(block_tables_ptr",
+            ),
+        ),
+        "vllm#39324, vllm#14597: the width of a table is taken for a multiple of the entries that a load takes",
         "I2",
         Smallest(),
     ),
@@ -238,7 +255,7 @@ PLANTED = (
         "blocks_past_64_wrap",
         TORCH,
         ((": -(-n // block_size)].long()", ": -(-n // block_size)].long() % 64"),),
-        "vllm#39324: a table for 64 blocks; wrong only above block 63",
+        "flashinfer#3130: an id that does not fit; wrong only above block 63",
         "I3",
         Smallest(far=None),
         also=("I9",),
@@ -551,6 +568,15 @@ PLANTED = (
         "seeds: scores in float16, which large ones overflow",
         "I4",
         Smallest(tokens=8, block_size=2, other=("dtype", "values")),
+    ),
+    Mutant(
+        "output_left_in_float32",
+        TORCH,
+        (("out = torch.zeros(q.shape, dtype=q.dtype,", "out = torch.zeros(q.shape, dtype=torch.float32,"),),
+        "seeds: the result is not brought back to the dtype of q",
+        "I0",
+        Smallest(tokens=0, other=("dtype",)),
+        also=("I13",),
     ),
     # ---- empty contexts, neighbours, fresh memory
     Mutant(

@@ -151,7 +151,7 @@ OTHERS = (
             ),
             ("acc / total[:, None], mask=mask)", "(acc / total[:, None]).to(part_ptr.dtype.element_ty), mask=mask)"),
         ),
-        "flash-attention#1578: partial sums kept in half precision",
+        "seeds: sums in half precision, here those of the parts",
         "I4",
         Smallest(tokens=8, block_size=2, other=("dtype", "values", "scale")),
         also=("I12",),
