@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from pagefuzz.strategies.tensors import Buffer, Tensor
 
 ALIGNMENT = 64
 GUARD = 256  # bytes of poison right before and behind every buffer
+PIECE = 1 << 26  # bytes that are compared at a time
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer dtype
 _ZONE = np.full(GUARD, POISON, dtype=np.uint8)
 MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
@@ -91,7 +93,7 @@ class Arena(ABC):
         """uint8[count] from byte `first` on."""
 
     @abstractmethod
-    def _differences(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def _differences(self) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
         """(first byte, uint8 before, uint8 after) of runs that differ somewhere, aligned to 64 bytes."""
 
     @abstractmethod
@@ -215,20 +217,25 @@ class CpuArena(Arena):
     def _read(self, first: int, count: int) -> np.ndarray:
         return np.frombuffer(os.pread(self.file, count, first), dtype=np.uint8)
 
-    def _differences(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        found = []
-        for first, last in self._populated():
+    def _differences(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        # In pieces: a kernel may look at all of a pool, and one pread gives 2 GiB at most.
+        runs = [
+            (start, min(start + PIECE, last))
+            for first, last in self._populated()
+            for start in range(first, last, PIECE)
+        ]
+        for first, last in runs:
             now = os.pread(self.file, last - first, first)
             if self.before.get((first, last)) == now:
                 continue
             before = np.zeros(last - first, dtype=np.uint8)
             for (start, end), data in self.before.items():
-                if start < last and end > first:  # runs only grow, so an older one lies inside
-                    before[start - first : end - first] = np.frombuffer(data, dtype=np.uint8)
+                low, high = max(start, first), min(end, last)
+                if low < high:
+                    before[low - first : high - first] = np.frombuffer(data, dtype=np.uint8)[low - start : high - start]
             after = np.frombuffer(now, dtype=np.uint8)
             if not np.array_equal(before, after):
-                found.append((first, before, after))
-        return found
+                yield first, before, after
 
     def touched(self) -> dict[str, Runs]:
         known = sorted(self.before)

@@ -6,6 +6,7 @@ import math
 import sysconfig
 import traceback
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,22 @@ class _FreshMemoryIsPoison(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in _FRESH and made.numel() and not made.dtype.is_complex:
-            with torch.no_grad():
-                made.fill_(_fill(self.kind, made.dtype))
+            with (
+                torch.no_grad()
+            ):  # the whole of the memory: strided tensors have gaps, and places that lie in each other
+                whole = made.untyped_storage().nbytes() // made.element_size()
+                made.as_strided((whole,), (1,), 0).fill_(_fill(self.kind, made.dtype))
         return made
 
 
+@lru_cache(maxsize=256)
 def _fill(kind: str, dtype: torch.dtype) -> float:
-    """A kind of poison as a number of a dtype; integers have no NaN and no infinity."""
+    """A kind of poison as a number of a dtype; integers have no NaN and no infinity, some float8 no infinity."""
     if dtype.is_floating_point:
         limits = torch.finfo(dtype)
         numbers = {"nan": math.nan, "infinity": math.inf, "minus_infinity": -math.inf, "largest": limits.max}
-        return {**numbers, "zeros": 0.0, "smallest": limits.smallest_normal, "tenant": 0.75}[kind]
+        number = {**numbers, "zeros": 0.0, "smallest": limits.smallest_normal, "tenant": 0.75}[kind]
+        return math.nan if math.isinf(number) and not torch.tensor(number).to(dtype).double().isinf() else number
     least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return {"zeros": 0, "smallest": 1, "tenant": 1, "minus_infinity": least}.get(kind, most)
 

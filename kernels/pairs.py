@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import Declaration, Kernel
+
+MOST = 1024  # the largest size that is looked for where only a predicate says which there are
 
 
 def with_pairs(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
@@ -19,13 +22,22 @@ def with_pairs(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
         for decode in kernels.values():
             if (write.operation.name, decode.operation.name) != ("reshape_and_cache", "paged_decode_attention"):
                 continue
-            declared = _both(write.declared, decode.declared)
-            if _family(write.name) == _family(decode.name) and declared is not None:
-                name = f"{write.name}+{decode.name}"
-                pairs[name] = Kernel(
-                    name, OPERATIONS["write_then_decode"], _one_after_the_other(write, decode), declared
-                )
+            pair = None
+            if _family(write.name) == _family(decode.name):
+                with suppress(Exception):  # a predicate of the author's raises: that is said of the kernel itself
+                    pair = paired(write, decode)
+            if pair is not None:
+                pairs[pair.name] = pair
     return {**kernels, **{name: pair for name, pair in pairs.items() if name not in kernels}}
+
+
+def paired(write: Kernel, decode: Kernel) -> Kernel | None:
+    """The kernel WRITE+DECODE of write_then_decode; None where the two support nothing in common."""
+    declared = _both(write.declared, decode.declared)
+    if declared is None:
+        return None
+    operation = OPERATIONS["write_then_decode"]
+    return Kernel(f"{write.name}+{decode.name}", operation, _one_after_the_other(write, decode), declared)
 
 
 def _family(name: str) -> str:
@@ -60,9 +72,10 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         mine, other = getattr(decode, what), getattr(write, what)
         if mine is None or other is None:
             return other if mine is None else mine
-        if callable(mine) or callable(other):
-            return lambda size: write.supports_size(what, size) and decode.supports_size(what, size)
-        return tuple(size for size in mine if size in other)
+        if callable(mine) and callable(other):
+            return lambda size: mine(size) and other(size)
+        listed, asked = (other, decode) if callable(mine) else (mine, write)
+        return tuple(size for size in listed if asked.supports_size(what, size))
 
     layouts = [set(each.cache_layouts) for each in (write, decode)]
     every = ("contiguous", "hnd", "packed", "strided")
@@ -81,7 +94,12 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         devices=devices,
         token_strides=min(write.token_strides, decode.token_strides, key=("contiguous", "any").index),
     )
-    needed = (declared.dtypes, declared.head_dims, declared.block_sizes, declared.index_dtypes, declared.cache_layouts)
+    needed = (declared.dtypes, declared.index_dtypes, declared.cache_layouts, declared.devices)
     return (
-        declared if all(each is None or callable(each) or len(each) for each in (*needed, declared.devices)) else None
+        declared if all(needed) and all(_some_size(declared, what) for what in ("head_dims", "block_sizes")) else None
     )
+
+
+def _some_size(declared: Declaration, what: str) -> bool:
+    listed = getattr(declared, what)
+    return any(map(listed, range(1, MOST + 1))) if callable(listed) else listed is None or len(listed) > 0

@@ -22,6 +22,7 @@ from pagefuzz.oracles.loop import write_then_decode as loop_write_then_decode
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, arguments_of
 from pagefuzz.strategies.number_formats import FORMATS, decode
+from pagefuzz.strategies.paged_decode_attention import NEEDLES
 
 DENSE: dict[str, Callable[..., Any]] = {
     "slot_mapping": lambda case, declared: dense_slot_mapping.right_answer(case),
@@ -226,6 +227,8 @@ def element_words(case: Any, name: str, element: int) -> str:
         return f"{where}: {element - buffer.size} past the end of {buffer.name}, which has {buffer.size}"
     if name == "block_tables":
         b, column = divmod(element, case.width + case.table_padding)
+        if column >= case.width:
+            return f"{where}: in the gap behind row {b}, which is {case.width} wide"
         return f"{where} = row {b}, column {column} of {case.width}"
     return f"{where} = {case.cache_words(buffer.name, element)}" if buffer.is_cache else where
 
@@ -233,11 +236,11 @@ def element_words(case: Any, name: str, element: int) -> str:
 def unfinished(twin: Observation, what: str) -> Violation:
     """That a twin did not finish where the case itself did."""
     seen = f"raised {twin.raised}" if twin.raised else str(twin.wild or twin.misreturned)
-    return Violation(f"{seen}, {what}", "it runs, as it does without that")
+    return Violation(f"{seen} {what}", "it runs, as it does without that")
 
 
 def bits_differ(
-    case: Any, run: Observation, twin: Observation, declared: Declaration, what: str, otherwise: str = "without that"
+    case: Any, run: Observation, twin: Observation, declared: Declaration, what: str, otherwise: str = "here"
 ) -> Violation | None:
     """Where the result of a twin that must equal the case's differs from it, or that only the case finished.
 
@@ -253,8 +256,8 @@ def bits_differ(
         return _cache_differs(case, run, twin, what, otherwise)
     if run.output.bits.ndim != 3:
         t = int(np.flatnonzero(run.output.bits != twin.output.bits)[0])
-        right = f"slot {run.output.bits[t]}, as {otherwise}"
-        return Violation(f"slot {twin.output.bits[t]} {what}", right, f"token {t}")
+        seen = f"slot {run.output.bits[t]} {otherwise}, slot {twin.output.bits[t]} {what}"
+        return Violation(seen, "the same slot", f"token {t}")
     rows = range(len(case.context_lens))
     return rows_differ(case, run, twin, rows, declared, what, otherwise)
 
@@ -266,9 +269,10 @@ def rows_differ(
     rows: Iterable[int],
     declared: Declaration,
     what: str,
-    otherwise: str = "without that",
+    otherwise: str = "here",
 ) -> Violation | None:
-    """The first place where an attention twin has other bits than the case; its row i is the case's sequence rows[i].
+    """The first place where an attention twin has other bits than the run of `case`; its row i is the case's sequence
+    rows[i].
 
     Both must have finished. Rows that are left untouched are not looked at.
     """
@@ -283,26 +287,34 @@ def rows_differ(
         differ = mine != theirs
         h, d = (int(i) for i in np.argwhere(differ)[0])
         digits = mine.dtype.itemsize * 2
-        seen, right = (
+        here, there = (
             f"{decode(bits[h, d : d + 1], run.output.dtype)[0]:.9g} ({hex_bits(bits[h, d], digits)})"
-            for bits in (theirs, mine)
+            for bits in (mine, theirs)
         )
+        where = f"sequence {b} (context length {n}), head {h}, dim {d}"
+        if differ.size > 1:
+            where += f"; {int(differ.sum())} of its {differ.size} elements differ"
+        if case.values == NEEDLES:
+            where += "; the values are needles: one token of each sequence and kv head weighs 1, all others 0"
         return Violation(
-            f"sequence {b} {what}: out[{h}, {d}] = {seen}",
-            f"{right}, as {otherwise}; they differ {_how_far(mine[h, d], theirs[h, d])}",
-            f"sequence {b} (context length {n}), head {h}, dim {d}; {int(differ.sum())} of {differ.size} differ",
+            f"out[{b}, {h}, {d}] = {here} {otherwise}, {there} {what}",
+            f"the same bits{_how_far(mine[h, d], theirs[h, d])}; the oracle says "
+            f"{answer(case, declared).exact[b, h, d]:.9g}",
+            where,
         )
     return None
 
 
 def _how_far(left: Any, right: Any) -> str:
-    """How far two floats of one dtype are apart, told by their bits."""
+    """How far two floats of one dtype are apart, told by their bits, to follow "the same bits"."""
     sign = 1 << (left.dtype.itemsize * 8 - 1)
     places = [int(bits) if int(bits) < sign else sign - int(bits) for bits in (left, right)]
     apart = abs(places[0] - places[1])
     if apart == 0:
-        return "in the sign of zero"
-    return "in the last bit" if apart == 1 else f"by {apart} units in the last place"
+        return "; they differ in the sign of zero"
+    if apart > 4096:  # not a matter of rounding
+        return ""
+    return "; they differ in the last bit" if apart == 1 else f"; they differ by {apart} units in the last place"
 
 
 def blamed(
@@ -310,15 +322,19 @@ def blamed(
 ) -> Violation | None:
     """What is wrong with a run, if its twin is right: then what the twin does otherwise is the cause.
 
-    observed: gives the twin's run, and is only called where the case's own is wrong. how: the twin is, in words.
+    observed: gives the twin's run, and is only called where the case's own is wrong. how: the twin is, in words that
+    end a sentence.
     """
     if is_right(case, run, declared) or not is_right(twin, observed(), declared):
         return None
-    seen, where = f"raised {run.raised}" if run.raised else str(run.wild or run.misreturned), ""
     wrong = stray_change(case, run) or (first_difference(case, run, declared) if run.finished else None)
     if wrong is not None:
-        seen, where = wrong.seen, wrong.where
-    return Violation(seen, f"the same result as {how}, where the kernel is right", where)
+        return Violation(wrong.seen, f"{wrong.right}; the kernel is right {how}", wrong.where)
+    if run.wild is not None:
+        right = "every access lies inside a tensor of the launch"
+        return Violation(str(run.wild), f"{right}; the kernel is right {how}", _place(case, run.wild))
+    seen, right = (f"raised {run.raised}", "no error") if run.raised else (run.misreturned, "what the contract says")
+    return Violation(seen, f"{right}; the kernel is right {how}")
 
 
 def _cache_differs(case: Any, run: Observation, twin: Observation, what: str, otherwise: str) -> Violation:
@@ -329,10 +345,10 @@ def _cache_differs(case: Any, run: Observation, twin: Observation, what: str, ot
             wrong = np.flatnonzero(mine != theirs)
             if len(wrong):
                 head, dim = divmod(int(wrong[0]), case.head_dim)
-                seen, right = (hex_bits(bits[wrong[0]], bits.dtype.itemsize * 2) for bits in (theirs, mine))
+                here, there = (hex_bits(bits[wrong[0]], bits.dtype.itemsize * 2) for bits in (mine, theirs))
                 return Violation(
-                    f"{name} holds {seen} {what}",
-                    f"{right}, as {otherwise}",
+                    f"{name} holds {here} {otherwise}, {there} {what}",
+                    "the same bits",
                     f"token {t}, {slot_words(case, case.slots[t])}, kv head {head}, dim {dim}",
                 )
-    return Violation(f"other bits in the cache {what}", f"the same bits as {otherwise}")
+    return Violation(f"other bits in the cache {what} than {otherwise}", "the same bits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pagefuzz.kernels.registry import Declaration
@@ -11,6 +12,7 @@ from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 
 TWIN, COPIES = "other blocks", "copies of shared pages"
+RANK_OF_SHARING = 33  # where the blocks do not matter and sharing does, that is the cause, and no neighbour
 
 
 class PlacementIsInvisible(Invariant):
@@ -34,7 +36,9 @@ class PlacementIsInvisible(Invariant):
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         run = observations["case"]
-        found = bits_differ(case, run, observations[TWIN], declared, "with the tokens in other blocks")
+        found = bits_differ(case, run, observations[TWIN], declared, "with the tokens in other blocks", "in these")
         if found or COPIES not in observations:
             return found
-        return bits_differ(case, run, observations[COPIES], declared, "with a copy of each page that it shares")
+        what, otherwise = "with a copy of its own of each shared page", "with the pages shared"
+        found = bits_differ(case, run, observations[COPIES], declared, what, otherwise)
+        return replace(found, rank=RANK_OF_SHARING) if found else None

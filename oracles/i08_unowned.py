@@ -12,7 +12,8 @@ from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.values import FINITE_POISONS
 
-TWIN = "other values where nobody owns"
+TWIN, FRESH = "other values where nobody owns", "other fresh memory"
+RANK_OF_FRESH = 33  # memory that the kernel allocates and reads before it has written there is a cause of its own
 
 
 class UnownedIsInvisible(Invariant):
@@ -31,10 +32,15 @@ class UnownedIsInvisible(Invariant):
             other = "tenant" if case.poison != "tenant" else "zeros"
         else:
             other = "nan" if case.poison in FINITE_POISONS else "zeros"
-        return {TWIN: replace(case, poison=other, fresh="zeros" if case.fresh != "zeros" else "nan")}
+        fresh = replace(case, fresh="zeros" if case.fresh != "zeros" else "nan")
+        return {TWIN: replace(fresh, poison=other), FRESH: fresh}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
-        twin = self.twins(case, declared)[TWIN]
-        what = f"with {twin.poison} in place of {case.poison} where nobody owns, "
-        what += f"{twin.fresh} in place of {case.fresh} in fresh memory"
-        return bits_differ(case, observations["case"], observations[TWIN], declared, what)
+        run, twin = observations["case"], self.twins(case, declared)[TWIN]
+        poison = f"with {twin.poison} there", f"with {case.poison} where nobody owns"
+        found = bits_differ(case, run, observations[TWIN], declared, *poison)
+        if found is None:
+            return None
+        fresh = f"with {twin.fresh} in it", f"with {case.fresh} in fresh memory (torch.empty)"
+        own = bits_differ(case, run, observations[FRESH], declared, *fresh)
+        return replace(own, rank=RANK_OF_FRESH) if own else found

@@ -10,6 +10,7 @@ from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.answers import first_difference, is_right, rows_differ, unfinished
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies.paged_decode_attention import NEEDLES
 
 BATCH = "the batch"
 
@@ -26,7 +27,7 @@ class NeighboursAreInvisible(Invariant):
     statement = "neighbours in the batch are invisible"
     operations = ("paged_decode_attention",)
     relation = True
-    rank = 50
+    rank = 34
 
     def applies(self, case: Any, declared: Declaration) -> bool:
         return any(case.context_lens)
@@ -34,12 +35,16 @@ class NeighboursAreInvisible(Invariant):
     def twins(self, case: Any, declared: Declaration) -> Mapping[str, Any]:
         count = len(case.sequences)
         twins = {self._alone(b): case.batch([b]) for b in range(count)} if count > 1 else {}
-        same = case if declared.batch_invariant else replace(case, values="needles")
+        same = self._same(case, declared)
         if declared.batch_invariant or case.has_needles():
             twins[BATCH] = same
             for name, rows in self._batches(case).items():
                 twins[name] = same.batch(rows)
         return twins
+
+    def _same(self, case: Any, declared: Declaration) -> Any:
+        """The case whose bits must not depend on the batch."""
+        return case if declared.batch_invariant else replace(case, values=NEEDLES)
 
     def _alone(self, b: int) -> str:
         return f"sequence {b} alone"
@@ -60,8 +65,8 @@ class NeighboursAreInvisible(Invariant):
         for name, rows in self._batches(case).items():
             twin = observations[name]
             if not twin.finished:
-                return unfinished(twin, f"with the sequences {rows} {name}")
-            found = rows_differ(case, observations[BATCH], twin, rows, declared, name, "in the batch")
+                return unfinished(twin, f"with the sequences {', '.join(map(str, rows))} {name}")
+            found = rows_differ(self._same(case, declared), observations[BATCH], twin, rows, declared, name)
             if found:
                 return found
         return None
@@ -77,5 +82,5 @@ class NeighboursAreInvisible(Invariant):
         b = wrong.index[0]
         if not is_right(case.batch([b]), observations[self._alone(b)], declared):
             return None
-        right = f"{wrong.right}, as it is where the sequence is alone"
+        right = f"{wrong.right}; the kernel is right where this sequence is alone"
         return Violation(wrong.seen, right, f"{wrong.where}; context lengths {case.context_lens}")

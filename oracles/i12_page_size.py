@@ -11,6 +11,7 @@ from pagefuzz.oracles.answers import blamed, is_right, rows_differ, unfinished
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.draws import BLOCK_SIZES
+from pagefuzz.strategies.paged_decode_attention import NEEDLES
 
 SAME, OTHER, EXACT, EXACT_OTHER = "pages", "other pages", "needles", "needles, other pages"
 
@@ -40,7 +41,7 @@ class PageSizeIsInvisible(Invariant):
         same, other = case.repaged(case.block_size), case.repaged(size)
         twins = {SAME: same, OTHER: other}
         if same.has_needles():
-            twins |= {EXACT: replace(same, values="needles"), EXACT_OTHER: replace(other, values="needles")}
+            twins |= {EXACT: replace(same, values=NEEDLES), EXACT_OTHER: replace(other, values=NEEDLES)}
         return twins
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
@@ -54,4 +55,5 @@ class PageSizeIsInvisible(Invariant):
         if not other.finished:
             return unfinished(other, what)
         rows = range(len(case.sequences))
-        return rows_differ(case, observations[EXACT], other, rows, declared, what, f"with block size {case.block_size}")
+        here = f"with block size {case.block_size}"
+        return rows_differ(twins[EXACT], observations[EXACT], other, rows, declared, what, here)

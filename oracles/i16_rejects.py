@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import is_right
+from pagefuzz.oracles.answers import first_difference, is_right, stray_change
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import InvalidCase
@@ -35,15 +35,21 @@ class RejectsWhatIsForbidden(Invariant):
         return {}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
+        if not is_right(case, observations["case"], declared):
+            return None  # wrong without the fault too: that it is with it says nothing about the fault
         for fault, twin in self.twins(case, declared).items():
             run = observations[fault]
             asked = " with check_values=True" if fault in case.value_faults else ""
             right = "a ValueError or another clear error from the host"
-            if run.finished and _alike(run, observations["case"]) and is_right(twin, run, declared):
+            alike = run.finished and _alike(run, observations["case"])
+            if alike and is_right(twin, run, declared):
                 continue
-            if run.raised is None or run.raised.inside_launch:
-                seen = f"raised {run.raised} inside the launch" if run.raised else "no error"
-                return Violation(f"{fault}: {seen}{asked}", right)
+            if run.raised is None:
+                wrong = (stray_change(twin, run) or first_difference(twin, run, declared)) if alike else None
+                instead = wrong.seen if wrong else str(run.wild or run.misreturned or "a result of another shape")
+                return Violation(f"{fault}: no error{asked}, and then {instead}", right, wrong.where if wrong else "")
+            if run.raised.inside_launch:
+                return Violation(f"{fault}: raised {run.raised} inside the launch{asked}", right)
             if run.raised.type == "AssertionError" and not run.raised.message:
                 return Violation(f"{fault}: an assertion without a message{asked}", right)
             if run.changes:

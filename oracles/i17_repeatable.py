@@ -65,4 +65,4 @@ class Repeatable(Invariant):
         )
 
     def _again(self, case: Any, run: Observation, twin: Observation, declared: Declaration) -> Violation | None:
-        return bits_differ(case, run, twin, declared, "in a second run", "in the first")
+        return bits_differ(case, run, twin, declared, "in a second run", "in the first run")

@@ -14,7 +14,7 @@ import numpy as np
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies.case import Blocks, Name, Padding, Size, WithFloats, first_beyond, require
 from pagefuzz.strategies.number_formats import ITEMSIZE
-from pagefuzz.strategies.tensors import Buffer, Tensor
+from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
 
 NHD, HND = "NSHD", "NHSD"
 PACKED = ("N2SHD", "NSH2D")
@@ -140,11 +140,17 @@ class WithCaches(WithFloats):
         if fault not in LAYOUT_FAULTS:
             return super().broken(fault, declared)
         twin = replace(self, k_layout=LAYOUT_FAULTS[fault], v_layout=LAYOUT_FAULTS[fault])
-        same = all(size == 1 for size in (self.num_blocks, self.block_size, self.num_kv_heads))
-        require(not twin._layouts_declared(declared) and not same, f"{fault} are within the declaration")
+        require(not twin._layouts_declared(declared), f"fault={fault!r} needs a kernel that does not declare these")
+        require(not twin._lie_in_order(), f"fault={fault!r} needs more than one of what would move")
         twin.check()
         twin.arguments()
         return twin
+
+    def _lie_in_order(self) -> bool:
+        """Whether both caches have the strides of contiguous ones wherever there are two entries to put apart."""
+        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        places = [zip(shape, cache.strides, row_major(shape), strict=True) for cache in self.caches().values()]
+        return all(size == 1 or stride == usual for place in places for size, stride, usual in place)
 
     def caches(self) -> dict[str, Cache]:
         """Where k_cache and v_cache lie."""
@@ -271,7 +277,7 @@ def cache_layouts(chance: Random, declared: Declaration, head_dim: int) -> tuple
 def _layouts(single: bool) -> dict[str, list[tuple[CacheLayout, CacheLayout]]]:
     """Pairs of layouts by kind. single: the head dim is 1, so that its stride is nobody's business."""
     gapped = [_gapped(order, gaps, index % 3 * single) for index, gaps in enumerate(_GAPS) for order in (NHD, HND)]
-    strided = [(layout, layout) for order in PACKED for layout in (_gapped(order, gaps, single) for gaps in _GAPS)]
+    strided = [(layout, layout) for order in PACKED for layout in (_gapped(order, gaps, int(single)) for gaps in _GAPS)]
     for index, layout in enumerate(gapped):
         strided += [(layout, layout), (layout, gapped[(5 * index + 3) % len(gapped)])]
     return {

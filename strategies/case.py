@@ -181,7 +181,7 @@ def with_size(case: AnyCase, name: str, size: int) -> AnyCase:
 
 def smaller(value: int, least: int = 1) -> list[int]:
     """Sizes to try in place of `value`, the smallest first."""
-    tries = {least, least + 1, value // 2, value - 1}
+    tries = {least, least + 1, least + 2, value // 2, value - 1}
     if value > 1 and value & (value - 1):
         tries.add(1 << (value.bit_length() - 1))
     return sorted(size for size in tries if least <= size < value)

@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.strategies.case import InvalidCase
+from pagefuzz.strategies.case import MAX_ELEMENTS, InvalidCase
 from pagefuzz.strategies.number_formats import FORMATS, STORAGE, decode
 from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
 from pagefuzz.strategies.values import FINITE_POISONS, FRESH, POISONS
 
 # Each is drawn as often as it is listed; the kernels of serving engines see 64 and up, most faults show below.
 HEAD_DIMS = (8, 1, 2, 4, 3, 16, 8, 2, 5, 64, 32, 4, 80, 1, 16, 128, 12)
-GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7)
+GROUP_SIZES = (2, 1, 4, 1, 2, 3, 1, 8, 2, 5, 1, 7, 1, 12)
 BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
@@ -51,6 +51,11 @@ def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple
     listed = getattr(declared, what)
     extra = () if listed is None or callable(listed) else tuple(size for size in listed if size not in pool)[:8]
     return pool + extra
+
+
+def fewer_heads(heads: int, block: int) -> int:
+    """As many kv heads as a case holds that fills sixteen blocks of `block` elements a head, `heads` at the most."""
+    return max(1, min(heads, MAX_ELEMENTS // (16 * block)))
 
 
 def one_of_each(*tables: tuple[Any, ...]) -> st.SearchStrategy[tuple[Any, ...]]:

@@ -227,6 +227,10 @@ class Paged(Case):
                     cut = replace(row, context_len=fewer, blocks=row.blocks[: pages_of(fewer, size)])
                     changed = (*rows[:b], cut, *rows[b + 1 :])
                     yield self.fitted(changed)
+                    yield from self.far_again(self.fitted(changed))
+                    last = replace(cut, blocks=row.blocks[len(row.blocks) - len(cut.blocks) :])
+                    if last != cut:
+                        yield self.fitted((*rows[:b], last, *rows[b + 1 :]))
                     if self.width > max(len(each.blocks) for each in changed):
                         yield self.fitted(changed, max(len(each.blocks) for each in changed) + 1)
         least = max((len(row.blocks) for row in rows), default=0)
@@ -239,6 +243,8 @@ class Paged(Case):
                 yield self.fitted(tails, self.width)
         for fewer_slots in smaller(size):
             yield self.repaged(fewer_slots)
+            yield self.same_pages(fewer_slots)
+            yield from self.far_again(self.same_pages(fewer_slots))
             yield from self.roomy(self.repaged(fewer_slots))
             yield from self.far_again(self.repaged(fewer_slots))
         if self.table_padding:
@@ -318,6 +324,20 @@ class Paged(Case):
         excess = min((len(row.tail) for row in self.sequences), default=0)
         width = max((len(row.blocks) for row in rows), default=0) + min(excess, 1)
         return replace(self, block_size=block_size, num_blocks=max(next_id, 1)).fitted(rows, width)
+
+    def same_pages(self, block_size: int) -> Self:
+        """Fewer tokens in the same blocks, each with fewer slots: where blocks lie, and their order, stay as they are."""
+        lengths = [self._place(max(row.context_len - 1, 0), block_size) + 1 for row in self.sequences]
+        rows = [
+            replace(row, context_len=length if row.context_len else 0)
+            for row, length in zip(self.sequences, lengths, strict=True)
+        ]
+        return replace(self, block_size=block_size).fitted(rows, self.width)
+
+    def _place(self, position: int, block_size: int) -> int:
+        """A position in the same page under a smaller block size."""
+        page, offset = divmod(position, self.block_size)
+        return page * block_size + min(offset, block_size - 1)
 
     def lines(self) -> list[str]:
         drawn = [*super().lines(), f"pool of {self.num_blocks} blocks, {self.block_size} slots each"]

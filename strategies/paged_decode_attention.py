@@ -38,7 +38,9 @@ OPERATION = "paged_decode_attention"
 TOKEN_VALUES = 100_000  # tokens times query heads times dims, of one sequence
 POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 
-DRAWN_VALUES = ("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows")
+DRAWN_VALUES = (
+    *("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows", "low_scores"),
+)
 # Drawn by no strategy: the special values of I3 and I5, and those of the relations whose runs may add in other orders.
 PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
 NEEDLES = "needles"
@@ -113,6 +115,14 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             "tokens_of does not name the pages of each sequence",
         )
         require(len(self.queries_of) in (0, len(self.sequences)), "queries_of does not name each row")
+        labelled: dict[int, int] = {}
+        for row, labels in zip(self.sequences, self.tokens_of, strict=False):
+            for block, label in zip(row.blocks, labels, strict=True):
+                require(
+                    labelled.setdefault(block, label) == label,
+                    f"tokens_of gives block {block} the tokens of sequences {labelled[block]} and {label}",
+                )
+        require(self.values != NEEDLES or self.has_needles(), f"values={NEEDLES!r} is not exact for this case")
         if self.fault in self.value_faults:
             require(any(self.context_lens), f"fault={self.fault!r} needs a sequence with a token")
 
@@ -159,6 +169,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         keys = 2 * dyadic(self.seed, "k", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
         if self.values == "shifted_rows":  # every score moves by the same large amount
             keys[:, :, 0] = 24
+        if self.values == "low_scores":  # all of them lie below what stands in for -inf in some kernels, as -5e4
+            keys[:, :, 0] = -1024
         if self.values == "ascending_rows":  # the running maximum moves at every page
             keys[:, :, 0] = np.minimum((tokens % POSITIONS) // 2, 30)[:, None]
         return keys
@@ -173,9 +185,9 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             return np.broadcast_to((hot[:, None] == np.arange(self.head_dim))[:, None, :], shape).astype(np.float64)
         if self.values == "heads_by_value":
             return np.broadcast_to(np.arange(1.0, self.num_kv_heads + 1)[None, :, None], shape).astype(np.float64)
-        if self.values == "heads_by_key":
-            return np.broadcast_to((position + 1.0)[:, None, None], shape).astype(np.float64)
-        if self.values == NEEDLES:  # small positive integers: half the sum of two of them fits every dtype
+        if self.values == "heads_by_key":  # no further than bfloat16 counts: keys point at the first positions only
+            return np.broadcast_to((np.minimum(position, 254) + 1.0)[:, None, None], shape).astype(np.float64)
+        if self.values == NEEDLES:  # small positive integers, which every dtype holds
             return 1.0 + (counter_hash(self.seed, "v", grid(tokens, *shape[1:])) % np.uint64(99)).astype(np.float64)
         values = 2 * dyadic(self.seed, "v", grid(tokens, self.num_kv_heads, self.head_dim), self.dtype)
         return values * 512 if self.values == "large_values" else values
@@ -199,6 +211,8 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             queries *= 32
         if self.values in ("shifted_rows", "ascending_rows"):
             queries[:, :, 0] = 4
+        if self.values == "low_scores":
+            queries[:, :, 0] = 64
         return queries
 
     def key_places(self) -> int:
@@ -209,32 +223,34 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
         """A power of two that makes a score of "heads_by_key" 32 or more, as far as float16 holds it."""
         return min(2.0 ** math.ceil(math.log2(32 / max(abs(self.scale), 2**-10))), 32768.0)
 
-    # Needles: in each sequence one or two tokens have the score 0 and all others one that is GAP less, so that their
-    # weights are exactly 1, 1/2 and 0. Whatever the order of the sums, the split, the base of the exponential and the
-    # precision of the weights, correct kernels give the same bits; and a row too many that weighs 1e-7 shows.
+    # Needles: for each sequence and kv head one token has the score 0 and all others one that is GAP less, so that its
+    # weight is exactly 1, theirs are 0, and the logarithm of the sum of all is 0. Whatever the order of the sums, the
+    # split, the base of the exponential and the precision of what a kernel declares to round, correct kernels give the
+    # same bits; and a row too many that weighs 1e-7 shows. (Two needles would weigh exp(-log 2) each in a kernel that
+    # merges splits by their LSE, which is 1/2 only if both functions are that good.)
 
     def has_needles(self) -> bool:
         """Whether the recipe "needles" is exact for this case: no sequence sees a part of another's tokens, and the
-        scale is not so small that float16 keys cannot make up for it."""
+        scale is not so small that keys which make up for it overflow float16 in q k^T."""
         lengths: dict[int, int] = {}
         for row, pages in zip(self.sequences, self.page_labels(), strict=True):
             if len(set(pages)) > 1 or (pages and lengths.setdefault(pages[0], row.context_len) != row.context_len):
                 return False
-        return self._needle_strength() <= 2.0**14
+        return self._needle_strength() <= 2.0**10
 
     def _needle_strength(self) -> float:
         return 2.0 ** math.ceil(math.log2(GAP / (32 * max(abs(self.scale), 2**-30))))
 
     def _is_needle(self, tokens: np.ndarray) -> np.ndarray:
         """bool[len(tokens), KVH]"""
-        found = np.zeros((len(tokens), self.num_kv_heads), dtype=bool)
+        lengths = {pages[0]: n for pages, n in zip(self.page_labels(), self.context_lens, strict=True) if n}
+        known = np.array(sorted(lengths), dtype=np.uint64)
+        of_each = np.array([lengths[int(label)] for label in known], dtype=np.uint64)
+        counters = known[:, None] * np.uint64(self.num_kv_heads) + np.arange(self.num_kv_heads, dtype=np.uint64)
         labels, positions = np.divmod(tokens, POSITIONS)
-        for row, pages in zip(self.sequences, self.page_labels(), strict=True):
-            if row.context_len:
-                counters = 2 * (pages[0] * self.num_kv_heads + np.arange(self.num_kv_heads, dtype=np.uint64))
-                for turn in range(2):
-                    hashed = counter_hash(self.seed, "k", counters + np.uint64(turn)) % np.uint64(row.context_len)
-                    found |= (labels == pages[0])[:, None] & (positions[:, None] == hashed.astype(np.int64))
+        rows = np.searchsorted(known, labels.astype(np.uint64))
+        needles = counter_hash(self.seed, "k", counters) % of_each[:, None]
+        found: np.ndarray = needles[rows] == positions[:, None].astype(np.uint64)
         return found
 
     # ---- tensors
@@ -432,12 +448,22 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
             rows.append(replace(row, blocks=tuple(blocks)))
         return replace(self, sequences=tuple(rows), num_blocks=free, tokens_of=self.page_labels())
 
+    def repaged(self, block_size: int) -> Self:
+        found = super().repaged(block_size)
+        if not self.tokens_of:
+            return found
+        labels = [pages[-1:] for pages in self.tokens_of]  # of a shared prefix and what follows, what follows
+        rows = zip(labels, found.sequences, strict=True)
+        return replace(found, tokens_of=tuple(label * len(row.blocks) for label, row in rows))
+
     def contiguous(self) -> Self:
         """Contiguous caches and queries. The table keeps its stride: what lies in its gaps is a tail for I2."""
         return replace(super().contiguous(), q_padding=0)
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
+        if self.cache_kind() != "contiguous":
+            yield from self.far_again(super().contiguous())
         for name in ("num_kv_heads", "group_size", "head_dim"):
             for size in smaller(getattr(self, name)):
                 reduced = with_size(self, name, size)
@@ -477,6 +503,7 @@ def cases(
         num_kv_heads, group_size = draw(heads)
         head_dim, scale = draw(dims)
         block_size = draw(block_sizes)
+        num_kv_heads = draws.fewer_heads(num_kv_heads, block_size * head_dim)
         count, table_padding = draw(counts)
         # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
         tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)

@@ -92,7 +92,8 @@ class ReshapeAndCacheCase(WithCaches):
         require(len(set(addressed)) == len(addressed), "two tokens have the same slot")
         require(len(self.slots) <= 4096, f"{len(self.slots)} tokens are more than a case may hold")
         touched = self.rows * (2 * self.row + self.key_padding + self.value_padding)
-        touched += (3 * len(addressed) + 4) * sum(cache.strides[0] for cache in self.caches().values())
+        blocks = {cache.buffer: cache.strides[0] for cache in self.caches().values()}
+        touched += len(self._filled_blocks()) * sum(blocks.values())
         require(touched <= MAX_ELEMENTS, f"{touched} elements are more than a case may hold")
         if self.fault == "slot past the pool":
             require(bool(self.slots), f"fault={self.fault!r} needs a token")
@@ -313,6 +314,7 @@ class ReshapeAndCacheCase(WithCaches):
             yield replace(self, index_dtype="int64")
         if any(slot < -1 for slot in slots):
             yield replace(self, slots=tuple(max(slot, -1) for slot in slots))
+            yield replace(self, slots=tuple(max(slot, -2) for slot in slots))
         blocks = list(dict.fromkeys(slot // self.block_size for slot in slots if slot >= 0))
         for order in (blocks, sorted(blocks)):
             if order != list(range(len(order))):
@@ -369,7 +371,8 @@ def cases(
         dtype, index_dtype, fused = draw(dtypes)
         head_dim, values = draw(dims)
         block_size, num_kv_heads = draw(blocks)
-        count = draw(counts)
+        num_kv_heads = draws.fewer_heads(num_kv_heads, 2 * block_size * head_dim)
+        count = min(draw(counts), max(1, MAX_ELEMENTS // (8 * block_size * num_kv_heads * head_dim) - 1))
         spare, far, distance = draw(pools)
         k_layout, v_layout = cache_layouts(chance, declared, head_dim)
         case = ReshapeAndCacheCase(

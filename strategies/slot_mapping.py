@@ -14,7 +14,7 @@ from msgspec import Meta
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.strategies import draws
 from pagefuzz.strategies.case import Arguments, Limits, Name, Sequence, first_beyond, require, smaller
-from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_length, sequences
+from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX, Paged, context_length, pages_of, sequences
 from pagefuzz.strategies.tensors import Tensor, contiguous
 
 OPERATION = "slot_mapping"
@@ -145,6 +145,13 @@ class SlotMappingCase(Paged):
         kept = tuple(token for token in self.tokens if fitted._holds(token))
         return replace(fitted, tokens=kept)
 
+    def same_pages(self, block_size: int) -> Self:
+        moved = tuple(
+            replace(token, position=self._place(token.position, block_size)) if token.position >= 0 else token
+            for token in self.tokens
+        )
+        return replace(super(SlotMappingCase, replace(self, tokens=())).same_pages(block_size), tokens=moved)
+
     def _holds(self, token: Token) -> bool:
         if token.position < 0:
             return True
@@ -167,6 +174,17 @@ class SlotMappingCase(Paged):
                 yield replace(replace(self, tokens=kept), sequences=rows).fitted(rows)
                 yield replace(replace(self, tokens=kept), sequences=rows).fitted(rows, self.width)
         yield from super().simpler()
+        for b, row in enumerate(self.sequences):  # cut a context, and keep its tokens: the last ones move along
+            for fewer in smaller(row.context_len):
+                cut = replace(row, context_len=fewer, blocks=row.blocks[: pages_of(fewer, self.block_size)])
+                moved = tuple(
+                    replace(token, position=min(token.position, fewer - 1)) if token.seq_id == b else token
+                    for token in self.tokens
+                )
+                rows = (*self.sequences[:b], cut, *self.sequences[b + 1 :])
+                reduced = replace(self, tokens=moved).fitted(rows)
+                yield reduced
+                yield from self.far_again(reduced)
         for t, token in enumerate(self.tokens):
             tries = [replace(token, position=fewer) for fewer in smaller(token.position, 0)]
             if token.position < 0:

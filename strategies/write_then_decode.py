@@ -58,7 +58,8 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
     def arguments(self) -> Arguments:
         decode = super().arguments().values
         written = self.written()
-        tokens = np.array([self.token_ids(b)[position] for b, position, _ in written], dtype=np.int64)
+        ids = {b: self.token_ids(b) for b, _, _ in written}
+        tokens = np.array([ids[b][position] for b, position, _ in written], dtype=np.int64)
         shape = (len(written), self.num_kv_heads, self.head_dim)
         slots = np.array([slot for _, _, slot in written], dtype=self.index_dtype)
         for name, cache in self.caches().items():
@@ -101,12 +102,14 @@ def cases(
     declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
 ) -> st.SearchStrategy[WriteThenDecodeCase]:
     """Cases inside what both kernels declare. `relations`: the ids of the invariants that a case may pay for."""
-    return paged_decode_attention.cases(declared, limits, relations).map(_with_new_tokens)
 
+    def with_new_tokens(case: PagedDecodeAttentionCase) -> WriteThenDecodeCase:
+        known = {item.name: getattr(case, item.name) for item in fields(case)}
+        found = WriteThenDecodeCase(**known, new_tokens=NEW_TOKENS[case.seed % len(NEW_TOKENS)])
+        if max(found.owned, default=0) * found.block_size + found.block_size <= 2**31:
+            return found
+        if "int64" in declared.index_dtypes:  # a block's id may fit int32 where its slots do not
+            return replace(found, index_dtype="int64")
+        return found.elsewhere(found.in_pool())
 
-def _with_new_tokens(case: PagedDecodeAttentionCase) -> WriteThenDecodeCase:
-    known = {item.name: getattr(case, item.name) for item in fields(case)}
-    found = WriteThenDecodeCase(**known, new_tokens=NEW_TOKENS[case.seed % len(NEW_TOKENS)])
-    if max(found.owned, default=0) * found.block_size + found.block_size > 2**31:
-        return replace(found, index_dtype="int64")
-    return found
+    return paged_decode_attention.cases(declared, limits, relations).map(with_new_tokens)

@@ -36,14 +36,18 @@ from pagefuzz.kernels.torch_reshape_and_cache import torch_reshape_and_cache
 from pagefuzz.kernels.triton_paged_decode_attention import triton_paged_decode_attention
 from pagefuzz.kernels.triton_reshape_and_cache import triton_reshape_and_cache
 from pagefuzz.oracles.answers import is_right
+from pagefuzz.oracles.i06_nothing_else import NothingElseChanges
+from pagefuzz.oracles.invariant import Violation
 from pagefuzz.oracles.observation import Change, Observation
 from pagefuzz.strategies import STRATEGIES
+from pagefuzz.strategies.cache_layouts import CacheLayout
 from pagefuzz.strategies.case import Arguments, Case, InvalidCase, Sequence
 from pagefuzz.strategies.number_formats import ITEMSIZE
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.strategies.tensors import Buffer, Tensor, contiguous
+from pagefuzz.strategies.write_then_decode import WriteThenDecodeCase
 from pagefuzz.tests.killing import runner
 
 if type(tl.sum).__name__ != "InterpretedFunction":
@@ -378,6 +382,131 @@ def test_watched_elements_are_those_of_the_addressed_slots() -> None:
     before = WRITE.arguments().tensors["k_cache"].buffer.pieces[2][1][4:8]
     assert untouched.watched["k_cache"][0].tolist() == before.tolist()
     assert observe(DECODE, torch_paged_decode_attention).watched == {}
+
+
+# Their caches lie as they say in the words of the test; slot 9 is block 2, offset 1, and slot 2 is block 0, offset 2.
+LYING = {
+    "HND": ("NHSD", (0, 0, 0, 0), "NHSD", (0, 0, 0, 0)),
+    "gaps": ("NSHD", (5, 3, 1, 0), "NSHD", (5, 3, 1, 0)),
+    "unlike": ("NHSD", (0, 2, 0, 0), "NSHD", (7, 0, 0, 0)),
+    "packed": ("N2SHD", (), "N2SHD", ()),
+    "packed rows": ("NSH2D", (2, 0, 0, 1, 0), "NSH2D", (2, 0, 0, 1, 0)),
+}
+STRIDED = Declaration(cache_layouts=("strided",))
+
+
+def lying(how: str) -> ReshapeAndCacheCase:
+    k_order, k_gaps, v_order, v_gaps = LYING[how]
+    case = replace(WRITE, k_layout=CacheLayout(k_order, k_gaps), v_layout=CacheLayout(v_order, v_gaps))
+    case.check()
+    return case
+
+
+def strided_write(key: Any, value: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:
+    """The right answer through any strides, scalar by scalar."""
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_cache[slot // 4, slot % 4] = key[t]
+            v_cache[slot // 4, slot % 4] = value[t]
+
+
+def nothing_else(case: ReshapeAndCacheCase, call: Callable[..., Any]) -> Violation | None:
+    """What I6 says of a kernel."""
+    return NothingElseChanges().judge(case, {"case": observe(case, call)}, STRIDED)
+
+
+@pytest.mark.parametrize("how", LYING)
+def test_watched_elements_of_strided_caches(how: str) -> None:
+    """The bits of just the tokens, whatever lies between their elements."""
+    case = lying(how)
+    seen = observe(case, strided_write)
+    assert seen.raised is None and set(seen.watched) == {"k_cache", "v_cache"}
+    changed: dict[str, set[int]] = {}
+    for name, role in (("k_cache", "key"), ("v_cache", "value")):
+        tokens = case.token_bits(role)
+        assert [run.tolist() for run in seen.watched[name]] == [tokens[0].tolist(), tokens[2].tolist()]
+        buffer, elements = case.watched()[name]
+        assert elements.shape == (2, 4)
+        tensor = case.arguments().tensors[name]
+        offsets = [tensor.offset + block * tensor.strides[0] + at * tensor.strides[1] for block, at in ((2, 1), (0, 2))]
+        assert elements[:, 0].tolist() == offsets
+        changed.setdefault(buffer, set()).update(elements.reshape(-1).tolist())
+    assert {name: set(change.elements.tolist()) for name, change in seen.changes.items()} == changed
+    assert is_right(case, seen, STRIDED) and nothing_else(case, strided_write) is None
+    untouched = observe(case, lambda *arguments: None)
+    for name in ("k_cache", "v_cache"):
+        buffer, elements = case.watched()[name]
+        tensor = case.arguments().tensors[name]
+        bits = np.concatenate([piece for _, piece in tensor.buffer.pieces])
+        assert [run.tolist() for run in untouched.watched[name]] == bits[elements].tolist()
+    assert nothing_else(case, lambda *arguments: None) is not None
+
+
+@pytest.mark.parametrize("how", LYING)
+@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
+def test_every_stray_write_into_a_strided_cache_is_seen(how: str, which: str) -> None:
+    """Into each gap and each neighbour of the addressed slots: I6 names the element."""
+    case = lying(how)
+    tensor = case.arguments().tensors[which]
+    rows = [elements for buffer, elements in case.watched().values() if buffer == tensor.buffer.name]
+    addressed = set(np.concatenate(rows).reshape(-1).tolist())
+    gaps = neighbours = 0
+    for element in range(tensor.buffer.size):
+        if element in addressed:
+            continue
+
+        def stray(key, value, k_cache, v_cache, slot_mapping, element=element):
+            strided_write(key, value, k_cache, v_cache, slot_mapping)
+            cache = k_cache if which == "k_cache" else v_cache
+            start = cache.storage_offset() - tensor.offset
+            cache.as_strided((1,), (1,), start + element).fill_(7.5)
+
+        found = nothing_else(case, stray)
+        words = case.cache_words(tensor.buffer.name, element)
+        assert found is not None and found.where == f"{tensor.buffer.name}, element {element} = {words}"
+        assert found.seen.startswith("1 element changed that the call must leave alone")
+        gaps += "in a gap" in words
+        neighbours += "in a gap" not in words
+    assert neighbours >= 32 and (gaps > 0) == any(any(layout.padding) for layout in case.layouts if which[0] in "kv")
+
+
+@pytest.mark.parametrize("how", LYING)
+def test_a_write_that_misses_an_element_of_a_strided_token_is_seen(how: str) -> None:
+    case = lying(how)
+
+    def most(key, value, k_cache, v_cache, slot_mapping):
+        before = v_cache[2, 1, 1, 0].clone()
+        strided_write(key, value, k_cache, v_cache, slot_mapping)
+        v_cache[2, 1, 1, 0] = before
+
+    found = nothing_else(case, most)
+    assert found is not None and found.where.startswith("token 0, slot 9 (block 2, offset 1), kv head 1, dim 0; 1 of 4")
+
+
+def test_the_write_of_a_pair_is_watched_too() -> None:
+    case = WriteThenDecodeCase(
+        block_size=4,
+        num_blocks=3,
+        sequences=(Sequence((2, 1), (), 6),),
+        num_kv_heads=2,
+        head_dim=2,
+        k_layout=CacheLayout("N2SHD", (0, 0, 1, 0, 0)),
+        v_layout=CacheLayout("N2SHD", (0, 0, 1, 0, 0)),
+        new_tokens=3,
+        poison="nan",
+    )
+    case.check()
+
+    def both(key, value, k_cache, v_cache, slot_mapping, q, block_tables, context_lens, scale):
+        strided_write(key, value, k_cache, v_cache, slot_mapping)
+        return torch_paged_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale)
+
+    seen = observe(case, both)
+    tensors = case.arguments().tensors
+    for name, source in (("k_cache", "key"), ("v_cache", "value")):
+        (_, bits), *_ = tensors[source].buffer.pieces
+        assert [run.tolist() for run in seen.watched[name]] == bits.reshape(3, 4).tolist()
+    assert is_right(case, seen, STRIDED)
 
 
 # --------------------------------------------------------------------------------------------------- what was looked at

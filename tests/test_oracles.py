@@ -28,6 +28,7 @@ from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 
 SLOTS, WRITE, DECODE = "slot_mapping", "reshape_and_cache", "paged_decode_attention"
+BOTH = "write_then_decode"
 each_operation = pytest.mark.parametrize("operation", STRATEGIES)
 
 
@@ -95,6 +96,13 @@ FAULTS = [
     (DECODE, "loop", "range(n)", "range(max(n - 1, 1) if n else 0)"),
     (DECODE, "loop", "range(n)", "range(n - n % case.block_size or n)"),
     (DECODE, "loop", "query = q.row(b, h)", "query = q.row(b, 0)"),
+    (DECODE, "loop", "places = [(int(table.at(b, j // case.block_size)), j % case.block_size)",
+     "places = [(int(table.at(0, j // case.block_size)), j % case.block_size)"),
+    (BOTH, "loop", '("v_cache", "value")', '("v_cache", "key")'),
+    (BOTH, "loop", "_store(tensors[name], (block, offset, h, d)", "_store(tensors[name], (block, 0, h, d)"),
+    (BOTH, "loop", "(t, h, d)))", "(0, h, d)))"),
+    (BOTH, "loop", "enumerate(slots)", "enumerate(slots[1:])"),
+    (BOTH, "loop", "range(case.num_kv_heads)", "range(1)"),
 ]  # fmt: skip
 
 
@@ -295,6 +303,7 @@ SIZES = {
     SLOTS: {"tokens", "block_size"},
     WRITE: {"slots"},
     DECODE: {"sequences", "num_heads", "num_kv_heads", "group_size", "head_dim", "block_size", "scale"},
+    BOTH: {"num_kv_heads", "head_dim", "block_size"},
 }
 
 
@@ -323,8 +332,9 @@ def test_dense_and_loop_oracles_do_not_know_each_other(path: Path) -> None:
 
 
 def test_the_files_of_the_oracles_are_all_here() -> None:
-    for folder in ("loop", "dense"):
-        assert {path.stem for path in (ORACLES / folder).glob("*.py")} >= {*CASES, "__init__"}
+    for folder, known in (("loop", {*CASES}), ("dense", {*CASES} - {BOTH})):  # a dense one never sees who writes
+        assert {path.stem for path in (ORACLES / folder).glob("*.py")} >= {*known, "__init__"}
+    assert DENSE[BOTH] is DENSE[DECODE]
 
 
 @each_operation
@@ -343,7 +353,7 @@ def test_the_dense_oracle_never_sees_an_argument_of_the_call(operation: str, mon
     def refuse(self: Any, *rest: Any) -> None:
         raise AssertionError("the dense oracle looked at a page")
 
-    for name in ("arguments", "_cache", "block_table"):
+    for name in ("arguments", "caches", "cache_tensors", "block_table", "written"):
         if hasattr(CASES[operation], name):
             monkeypatch.setattr(CASES[operation], name, refuse)
     declared = Declaration()

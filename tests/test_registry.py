@@ -40,7 +40,12 @@ def slots(block_tables, seq_ids, positions, block_size):
     raise AssertionError("registering must not call a kernel")
 
 
+def both(key, value, k_cache, v_cache, slot_mapping, q, block_tables, context_lens, scale):
+    raise AssertionError("registering must not call a kernel")
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "write_then_decode": both,
     "paged_decode_attention": decode,
     "reshape_and_cache": write,
     "slot_mapping": slots,
@@ -259,7 +264,8 @@ def test_an_unknown_operation() -> None:
         "unknown operation 'paged_decode_atention'; did you mean 'paged_decode_attention'?"
     )
     assert refusal("matmul") == (
-        "unknown operation 'matmul'; known are 'slot_mapping', 'reshape_and_cache', 'paged_decode_attention'."
+        "unknown operation 'matmul'; known are 'slot_mapping', 'reshape_and_cache', 'paged_decode_attention', "
+        "'write_then_decode'."
     )
 
 

@@ -1,6 +1,7 @@
 """The memoised interpreter gives the bits and the exceptions of the one that has its corrections only.
 
-A few hundred launches, and faults planted in the key are found. `make verify-interpreter` runs 20,000 a version.
+A few hundred launches and a few cases of the project's own kernels, and faults planted in the key are found.
+`make verify-interpreter` runs 20,000 a version.
 """
 
 import importlib.util
@@ -12,6 +13,11 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent / "same_bits"
+CASES = 8
+OWN_KERNELS = (
+    *("--adapter", str(Path(__file__).parents[1] / "kernels" / "own.py")),
+    *("--kernel", "triton_*", "--cases", str(CASES)),
+)
 RANDOM_LAUNCHES = 240
 ZOO_ALONE = ("--launches", "0", "--zoo", "[osm][pca]*32*")  # operands, scalars, masks: few, and enough
 
@@ -55,3 +61,23 @@ def stock_zoo(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]
 def test_a_fault_in_the_key_is_found(fault: str, stock_zoo: list[tuple[str, str]], tmp_path: Path) -> None:
     (faulty,) = results(tmp_path, ("fast", *ZOO_ALONE, "--fault", fault))
     assert program.differences(stock_zoo, faulty) != []
+
+
+def test_the_cases_of_an_adapter_are_the_same_and_a_fault_is_found(tmp_path: Path) -> None:
+    stock, fast, faulty = results(
+        tmp_path, ("stock", *OWN_KERNELS), ("fast", *OWN_KERNELS), ("fast", *OWN_KERNELS, "--fault", "integer")
+    )
+    assert program.differences(stock, fast) == []
+    for kernel in ("triton_reshape_and_cache", "triton_paged_decode_attention"):
+        assert sum(name.startswith(f"{kernel} ") for name, _ in fast) == CASES
+    assert all(result.endswith(" ") for _, result in fast)  # none raises
+    assert program.differences(stock, faulty) != []
+
+
+def test_an_adapter_that_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["same_bits", "--adapter", "nowhere.py"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "--adapter nowhere.py: there is no such file" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pickle
@@ -21,10 +22,12 @@ from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.saved import OtherVersion, Unreadable
 from pagefuzz.oracles.invariant import Violation
 from pagefuzz.strategies import CASES
+from pagefuzz.strategies.cache_layouts import ORDERS, CacheLayout
 from pagefuzz.strategies.case import Case, Sequence
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
+from pagefuzz.strategies.write_then_decode import WriteThenDecodeCase
 
 SLOTS = SlotMappingCase(
     block_size=4, num_blocks=2, sequences=(Sequence((1,), (99999,), 3),), tokens=(Token(0, 2), Token(7, -1))
@@ -34,6 +37,18 @@ EXAMPLES: tuple[Case, ...] = (
     ReshapeAndCacheCase(block_size=2, num_blocks=2**35, slots=(-1, 2**36 - 1), num_kv_heads=3, dtype="float16"),
     PagedDecodeAttentionCase(
         block_size=4, num_blocks=3, sequences=(Sequence((2, 0), (-1,), 5), Sequence((), (0, 1, 2), 0)), scale=1 / 3
+    ),
+    WriteThenDecodeCase(
+        block_size=2,
+        num_blocks=2,
+        sequences=(Sequence((1,), (-1,), 2), Sequence((1,), (0,), 2)),
+        k_layout=CacheLayout("N2SHD", (0, 1, 0, 3, 0)),
+        v_layout=CacheLayout("N2SHD", (0, 1, 0, 3, 0)),
+        tokens_of=((4,), (4,)),
+        queries_of=(1, 0),
+        new_tokens=3,
+        order=7,
+        fresh="tenant",
     ),
 )
 SEEN = Violation("slot 1", "slot 0", "token 0")
@@ -52,6 +67,18 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 def with_case(**changes: Any) -> dict[str, Any]:
     return plain(case={**plain()["case"], **changes})
+
+
+def decode_with(operation: str = "paged_decode_attention", **changes: Any) -> dict[str, Any]:
+    """A good file of two sequences, with changes to its case."""
+    rows = [{"blocks": [block], "context_len": 1} for block in range(2)]
+    return plain(operation=operation, case={"block_size": 1, "num_blocks": 2, "sequences": rows, **changes})
+
+
+def with_layout(order: str, operation: str, **changes: Any) -> dict[str, Any]:
+    """A file whose caches have the widest gaps that there may be."""
+    layout = {"order": order, "padding": [65536] * len(order)}
+    return plain(operation=operation, case={"num_blocks": 4, "k_layout": layout, "v_layout": layout, **changes})
 
 
 def decode(content: Any) -> tuple[saving.SavedCase, Case]:
@@ -170,6 +197,64 @@ WRONG: dict[str, tuple[Any, str]] = {
         plain(operation="paged_decode_attention", case={"block_size": 1, "num_blocks": 1, "scale": 1e300}),
         "contradicts itself: scale",
     ),
+    "unknown order": (
+        decode_with(k_layout={"order": "SHND"}),
+        "contradicts itself: k_layout: order 'SHND' is not one of",
+    ),
+    "long order": (decode_with(k_layout={"order": "N" * 65}), "damaged: .*k_layout.order"),
+    "order is a list": (decode_with(v_layout={"order": ["N", "S"]}), "damaged: .*v_layout.order"),
+    "layout is text": (decode_with(k_layout="NHSD"), "damaged: .*k_layout"),
+    "layout with an unknown field": (decode_with(k_layout={"strides": [0, 0, 0, 0]}), "has no field 'strides'"),
+    "one layout packed": (
+        decode_with(k_layout={"order": "N2SHD"}),
+        "contradicts itself: k_layout and v_layout must be",
+    ),
+    "padding too short": (decode_with(k_layout={"padding": [1]}), "k_layout: padding must name every dim"),
+    "padding too long": (decode_with(v_layout={"padding": [0] * 100_000}), "v_layout: padding must name every dim"),
+    "negative padding": (decode_with(k_layout={"padding": [0, 0, -2, 0]}), "damaged: .*k_layout.padding"),
+    "huge padding": (decode_with(k_layout={"padding": [0, 0, 65537, 0]}), "damaged: .*k_layout.padding"),
+    "padding is a fraction": (decode_with(k_layout={"padding": [0, 0, 0.5, 0]}), "damaged: .*k_layout.padding"),
+    **{
+        f"gigabytes of gaps, {order}, {operation}": (
+            with_layout(order, operation, block_size=64, num_kv_heads=64, **changes),
+            r"contradicts itself: \d+ elements are more than a case may hold",
+        )
+        for order in ORDERS
+        for operation, changes in (
+            ("paged_decode_attention", {"sequences": [{"blocks": [3], "context_len": 1}]}),
+            ("write_then_decode", {"sequences": [{"blocks": [3], "context_len": 1}]}),
+            ("reshape_and_cache", {"slots": [5]}),
+        )
+    },
+    "tokens of too few rows": (decode_with(tokens_of=[[0]]), "tokens_of does not name the pages of each sequence"),
+    "tokens of too many pages": (decode_with(tokens_of=[[0, 0], [1]]), "tokens_of does not name the pages"),
+    "tokens of two at once": (
+        decode_with(sequences=[{"blocks": [0], "context_len": 1}] * 2, tokens_of=[[0], [1]]),
+        "contradicts itself: tokens_of gives block 0 the tokens of sequences 0 and 1",
+    ),
+    "tokens of nobody": (decode_with(tokens_of=[[-1], [0]]), "damaged: .*tokens_of"),
+    "tokens of a huge number": (decode_with(tokens_of=[[10**30], [0]]), "damaged: .*tokens_of"),
+    "tokens of text": (decode_with(tokens_of=["0", "1"]), "damaged: .*tokens_of"),
+    "queries of too few": (decode_with(queries_of=[0]), "queries_of does not name each row"),
+    "queries of nobody": (decode_with(queries_of=[-1, 0]), "damaged: .*queries_of"),
+    "queries of a huge number": (decode_with(queries_of=[4097, 0]), "damaged: .*queries_of"),
+    "needles that are not exact": (decode_with(values="needles", scale=1e-9), "values='needles' is not exact"),
+    "unknown fresh memory": (decode_with(fresh="seven"), "contradicts itself: fresh='seven' is not one of nan"),
+    "negative order": (decode_with(order=-1), "damaged: .*order"),
+    "order past its bound": (decode_with(order=2**32), "damaged: .*order"),
+    "far too many new tokens": (decode_with("write_then_decode", new_tokens=10**9), "damaged: .*new_tokens"),
+    "negative new tokens": (decode_with("write_then_decode", new_tokens=-1), "damaged: .*new_tokens"),
+    "new tokens of a decode": (decode_with(new_tokens=1), "has no field 'new_tokens'"),
+    "slots that do not fit": (
+        decode_with(
+            "write_then_decode",
+            block_size=4096,
+            num_blocks=2**31,
+            index_dtype="int32",
+            sequences=[{"blocks": [2**30], "context_len": 1}],
+        ),
+        "contradicts itself: slots of block 1073741824 do not fit int32",
+    ),
     "every element": (
         plain(
             operation="reshape_and_cache",
@@ -195,6 +280,32 @@ def test_a_wrong_file_gets_one_sentence_and_little_time_and_memory(what: str) ->
     sentence = str(raised.value)
     assert sentence.startswith("file.json") and sentence.isprintable() and len(sentence) < 500
     assert taken < 5 and peak < 100 << 20
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("operation", ["paged_decode_attention", "write_then_decode", "reshape_and_cache"])
+def test_the_widest_gaps_that_are_accepted_take_no_gigabyte(operation: str, order: str) -> None:
+    """Of one block with one row of the widest gap, and as many such blocks as pass."""
+    accepted = 0
+    for dim, gap, block in itertools.product(range(1, len(order)), (65536, 30000), (1, 40)):
+        padding = [gap if place == dim else 0 for place in range(len(order))]
+        layout = {"order": order, "padding": padding}
+        sizes = {"block_size": 4, "num_kv_heads": 4, "num_blocks": 2**40, "dtype": "float16"}
+        rows = [{"blocks": [3 * b], "context_len": 1} for b in range(block)]
+        content = {"slots": [12 * b for b in range(block)]} if operation == "reshape_and_cache" else {"sequences": rows}
+        case = {**sizes, "k_layout": layout, "v_layout": layout, "poison": "tenant", **content}
+        try:
+            _, read = decode(plain(operation=operation, case=case))
+        except Unreadable:  # its sentence is looked at above
+            continue
+        tracemalloc.start()
+        started = time.process_time()
+        read.arguments()
+        taken, (_, peak) = time.process_time() - started, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 700 << 20 and taken < 10, (peak >> 20, taken)
+        accepted += 1
+    assert accepted > 1
 
 
 def test_a_file_of_a_newer_pagefuzz_says_so() -> None:

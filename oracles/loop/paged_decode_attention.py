@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import mul
 
 from pagefuzz.oracles.loop.memory import Memory
@@ -30,11 +31,18 @@ def attention(case: PagedDecodeAttentionCase, tensors: dict[str, Tensor]) -> lis
             columns = list(zip(*(v_cache.row(block, offset, kv_head) for block, offset in places), strict=True))
             for h in range(kv_head * case.group_size, (kv_head + 1) * case.group_size):
                 query = q.row(b, h)
-                scores = [case.scale * math.fsum(map(mul, query, key)) for key in keys]
+                scores = [case.scale * _sum_of_products(query, key) for key in keys]
                 largest = max(scores, default=0.0)
                 weights = [math.exp(score - largest) for score in scores]
                 total = math.fsum(weights)
-                weighed = [math.fsum(map(mul, weights, column)) / total for column in columns]
+                weighed = [_sum_of_products(weights, column) / total for column in columns]
                 heads.append(weighed if n else [0.0] * case.head_dim)
         out.append(heads)
     return out
+
+
+def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
+    try:
+        return math.fsum(map(mul, left, right))
+    except (ValueError, OverflowError):  # infinities of both signs, as they lie where nobody owns
+        return math.nan

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagefuzz.tests.mutants import decodes, others, slots, writes
 from pagefuzz.tests.mutants.mutant import Mutant
+
+HND, PACKED, STRIDED = ({"cache_layouts": ("contiguous", kind)} for kind in ("hnd", "packed", "strided"))
 
 
 def one_token(case: Any) -> bool:
@@ -112,15 +115,71 @@ WRITES = (
         lambda case: one_token(case) and case.slots == (0,),
     ),
     Mutant(
+        "written_into_a_contiguous_copy",
+        "torch_reshape_and_cache",
+        (
+            (
+                "    v_cache[blocks, offsets] = value[tokens]\n",
+                "    for block, offset, token in zip(blocks, offsets, tokens):\n"
+                "        v_cache[block, offset].contiguous().copy_(value[token])\n",
+            ),
+        ),
+        "flashinfer#527: contiguous() is a view of one layout and a copy of another",
+        "I10",
+        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1 and case.block_size == 2,
+        declares=HND,
+    ),
+    Mutant(
+        "slots_read_as_int32",
+        "torch_reshape_and_cache",
+        (("slot_mapping[tokens].long()", "slot_mapping.view(torch.int32)[tokens].long()"),),
+        "flashinfer#697: int64 accepted, then read as int32",
+        "I14",
+        lambda case: len(case.slots) == 2 and case.num_kv_heads == case.head_dim == 1 and case.block_size <= 2,
+    ),
+    Mutant(
+        "strided_heads_of_the_source_accepted",
+        "triton_reshape_and_cache",
+        (
+            (
+                'if contiguous == "rows" and tensor.numel() and not tensor[0].is_contiguous():',
+                'if contiguous == "rows" and not tensor.numel() and tensor.stride(-1) > 1:',
+            ),
+        ),
+        "flashinfer#4044: strides of a source are neither used nor looked at",
+        "I16",
+        lambda case: len(case.slots) + case.extra_rows == 1 and case.num_kv_heads * case.head_dim == 2,
+    ),
+    Mutant(
+        "slots_with_a_stride_accepted",
+        "triton_reshape_and_cache",
+        (('if contiguous == "whole" and not tensor', 'if contiguous == "all" and not tensor'),),
+        "flashinfer#4044: the same of an index tensor",
+        "I16",
+        lambda case: len(case.slots) == 2 and case.num_kv_heads == case.head_dim == 1,
+    ),
+    Mutant(
+        "cache_layout_taken_for_granted",
+        "triton_reshape_and_cache",
+        (
+            ("        *k_cache.stride()[:3],", "        *(sizes['bs'] * size, size, sizes['D']),"),
+            ("        *v_cache.stride()[:3],", "        *(sizes['bs'] * size, size, sizes['D']),"),
+        ),
+        "flashinfer#527, FlagGems#3410: a layout that is not supported is not refused either",
+        "I16",
+        lambda case: len(case.slots) <= 1 and case.num_kv_heads * case.block_size <= 2 and case.head_dim <= 2,
+    ),
+    Mutant(
         "head_stride_ignored",
         "triton_reshape_and_cache",
         (
             ("head * k_head_stride + dim", "offs"),
             ("head * v_head_stride + dim", "offs"),
         ),
-        "contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
         "I10",
         lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
+        declares=HND,
     ),
 )
 SLOTS = (
@@ -144,6 +203,14 @@ SLOTS = (
         "vllm#1514: slot_mapping itself in int32",
         "I9",
         lambda case: len(case.tokens) == 1 and case.is_far(),
+    ),
+    Mutant(
+        "table_read_as_int32",
+        "torch_slot_mapping",
+        (("block_tables[", "block_tables.view(torch.int32)["),),
+        "flashinfer#697: int64 accepted, then read as int32",
+        "I14",
+        lambda case: len(case.tokens) == 1 and len(case.sequences) == 1,
     ),
 )
 DECODES = (
@@ -302,9 +369,10 @@ DECODES = (
         "strides_of_keys_for_values",
         "triton_paged_decode_attention",
         (("block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE", "block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE"),),
-        "one set of strides for two caches: right until they lie differently",
+        "one set of strides for two caches: right until they lie differently; vllm#42642",
         "I10",
         lambda case: len(case.sequences) == 1 and case.num_heads == case.head_dim == 1,
+        declares=STRIDED,
     ),
     Mutant(
         "counts_its_calls",
@@ -365,5 +433,230 @@ DECODES = (
         "I0",
         lambda case: case.dtype == "bfloat16" and case.context_lens in ((), (0,)),
     ),
+    Mutant(
+        "block_stride_computed",
+        "triton_paged_decode_attention",
+        (
+            ("block * K_BLOCK_STRIDE", "block * (BLOCK_SIZE * K_SLOT_STRIDE)"),
+            ("block * V_BLOCK_STRIDE", "block * (BLOCK_SIZE * V_SLOT_STRIDE)"),
+        ),
+        "FlagGems#3410, aiter#3498, vllm#45111: pages are taken to lie side by side",
+        "I10",
+        lambda case: len(case.sequences) == 1 and case.head_dim == case.num_heads == 1 and case.width <= 3,
+        declares=PACKED,
+    ),
+    Mutant(
+        "stride_of_a_single_dim_compared",
+        "torch_paged_decode_attention",
+        ((" and tensor.shape[-1] > 1 and tensor.numel()", " and tensor.numel()"),),
+        "the stride of a dim of size 1 means nothing; vllm#45111",
+        "I10",
+        lambda case: case.context_lens in ((), (0,), (1,)) and case.head_dim == case.num_heads == 1,
+        declares=STRIDED,
+    ),
+    Mutant(
+        "table_rows_a_width_apart",
+        "triton_paged_decode_attention",
+        (("block_tables.stride(0)", "block_tables.shape[1]"),),
+        "vllm#55109: a narrowed table is read as if it were whole",
+        "I10",
+        lambda case: len(case.sequences) == 2 and case.head_dim == case.num_heads == 1 and case.table_padding == 1,
+    ),
+    Mutant(
+        "shared_page_counted_once",
+        "torch_paged_decode_attention",
+        (
+            ("    out = torch.zeros(", "    seen: set[int] = set()\n    out = torch.zeros("),
+            (
+                "        # [pages, bs, KVH, D] -> ",
+                "        mine = torch.tensor([page not in seen for page in pages.tolist()])\n"
+                "        mine = mine.repeat_interleave(block_size)[:n]\n"
+                "        seen.update(pages.tolist())\n"
+                "        # [pages, bs, KVH, D] -> ",
+            ),
+            ("k = k_cache[pages].flatten(0, 1)[:n].float()", "k = k_cache[pages].flatten(0, 1)[:n][mine].float()"),
+            ("v = v_cache[pages].flatten(0, 1)[:n].float()", "v = v_cache[pages].flatten(0, 1)[:n][mine].float()"),
+        ),
+        "seeds: one sheet in two binders; vllm#7018: prefix hits",
+        "I7",
+        lambda case: case.context_lens == (case.context_lens[0],) * 2 and case.head_dim == case.num_heads == 1,
+    ),
+    Mutant(
+        "workspace_not_cleared",
+        "torch_paged_decode_attention",
+        (
+            (
+                'out[b] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)',
+                'sums = torch.empty(query.shape)\n        sums += torch.einsum("hn,nhd->hd", weights, v)\n'
+                "        out[b] = sums.to(q.dtype)",
+            ),
+        ),
+        "flashinfer#1912, flashinfer#2002: uninitialised workspace",
+        "I8",
+        lambda case: one_sequence(case),
+    ),
+    Mutant(
+        "output_cleared_by_a_product",
+        "torch_paged_decode_attention",
+        (
+            ("out = torch.zeros(q.shape,", "out = 0 * torch.empty(q.shape,"),
+            ("        out[b] = ", "        out[b] += "),
+        ),
+        "vllm#641: 0 * NaN, of the output itself",
+        "I8",
+        lambda case: one_sequence(case),
+        declares={"empty": "never"},
+    ),
+    Mutant(
+        "odd_head_of_a_group_not_stored",
+        "triton_paged_decode_attention",
+        (
+            (
+                "out.to(out_ptr.dtype.element_ty), mask=head_mask)",
+                "out.to(out_ptr.dtype.element_ty), mask=head_mask & (rows < GROUP - GROUP % 2 * (GROUP > 1))[:, None])",
+            ),
+        ),
+        "lmdeploy#1761, flashinfer#4975: groups that are no power of two; output that stays as it came",
+        "I8",
+        lambda case: len(case.sequences) == 1 and case.group_size in (3, 5) and case.head_dim == case.num_kv_heads == 1,
+        declares={"empty": "never"},
+    ),
+    Mutant(
+        "maximum_kept_for_the_next_sequence",
+        "torch_paged_decode_attention",
+        (
+            ("    out = torch.zeros(", '    m = torch.full((sizes["H"], 1), -torch.inf)\n    out = torch.zeros('),
+            (
+                'weights = torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
+                'scores = torch.einsum("hd,nhd->hn", query, k) * scale\n'
+                "        m = torch.maximum(m, scores.amax(1, keepdim=True))\n"
+                "        weights = torch.exp(scores - m)\n"
+                "        weights /= weights.sum(1, keepdim=True)",
+            ),
+        ),
+        "flashinfer#1930: a maximum over the batch; right as long as the neighbours score alike",
+        "I11",
+        lambda case: len(case.sequences) == 2 and case.num_heads == 1,
+    ),
+    Mutant(
+        "rows_put_back_in_the_wrong_order",
+        "torch_paged_decode_attention",
+        (
+            (
+                "    for b, n in enumerate(context_lens.tolist()):\n        if n == 0",
+                "    order = torch.argsort(context_lens, stable=True)\n"
+                "    for place, b in enumerate(order.tolist()):\n        n = int(context_lens[b])\n        if n == 0",
+            ),
+            ("        out[b] = ", "        out[place] = "),
+            ("    return out\n", "    return out[order]\n"),
+        ),
+        "flashinfer#4382: a permutation in place of its inverse, which is the same up to two sequences",
+        "I11",
+        lambda case: len(case.sequences) == 3 and case.num_heads == case.head_dim == 1,
+        declares={"empty": "never"},
+    ),
+    Mutant(
+        "steps_chosen_by_the_batch",
+        "triton_paged_decode_attention",
+        (("        STEP=step,", '        STEP=step if sizes["B"] == 1 else 16,'),),
+        "declared batch_invariant, and the order of the sums depends on the batch",
+        "I11",
+        lambda case: len(case.sequences) <= 2 and case.num_heads == 1,
+        declares={"batch_invariant": True},
+    ),
+    Mutant(
+        "keys_past_16_slots_of_a_page",
+        "triton_paged_decode_attention",
+        (("place * K_SLOT_STRIDE", "place % 16 * K_SLOT_STRIDE"),),
+        "flashinfer#810, flashinfer#4347: right up to the page size that was tested",
+        "I12",
+        lambda case: len(case.sequences) == 1 and 17 <= case.context_lens[0] <= 32 and case.num_heads == 1,
+    ),
+    Mutant(
+        "masked_slots_weigh_a_little",
+        "torch_paged_decode_attention",
+        (
+            (
+                "k = k_cache[pages].flatten(0, 1)[:n].float().repeat_interleave(group, dim=1)",
+                "k = k_cache[pages].flatten(0, 1).float().repeat_interleave(group, dim=1)",
+            ),
+            (
+                "v = v_cache[pages].flatten(0, 1)[:n].float().repeat_interleave(group, dim=1)",
+                "v = v_cache[pages].flatten(0, 1).float().repeat_interleave(group, dim=1)\n        v[n:] = 0",
+            ),
+            (
+                'weights = torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
+                'scores = torch.einsum("hd,nhd->hn", query, k) * scale\n'
+                "        lowest = scores[:, :n].amax(1, keepdim=True) - 18\n"
+                "        weights = torch.softmax(torch.where(torch.arange(len(k)) < n, scores, lowest), dim=1)",
+            ),
+        ),
+        "flashinfer#4401: a finite fill that is not low enough; how many slots are masked depends on the page size",
+        "I12",
+        lambda case: len(case.sequences) == 1 and case.context_lens[0] <= 2 and case.num_heads == case.head_dim == 1,
+    ),
+    Mutant(
+        "table_read_as_pairs_of_int32",
+        "torch_paged_decode_attention",
+        (("= block_tables[b, : ", "= block_tables.view(torch.int32)[b, : "),),
+        "flashinfer#697, flashinfer#2255: int64 accepted, then read as int32",
+        "I14",
+        lambda case: case.context_lens == (2,) and case.num_heads == case.head_dim == case.block_size == 1,
+    ),
+    Mutant(
+        "table_with_strided_columns_accepted",
+        "triton_paged_decode_attention",
+        (
+            (
+                'if contiguous == "rows" and tensor.numel() and not tensor[0].is_contiguous():',
+                'if contiguous == "rows" and not tensor.numel() and tensor.stride(-1) > 1:',
+            ),
+        ),
+        "flashinfer#4044: strides are neither used nor looked at",
+        "I16",
+        lambda case: len(case.sequences) == 1 and case.num_heads * case.head_dim <= 2,
+    ),
 )
-MUTANTS = (*WRITES, *SLOTS, *DECODES)
+PAIRS = (
+    Mutant(
+        "keys_and_values_exchanged",
+        "torch_reshape_and_cache",
+        (
+            ("k_cache[blocks, offsets] = key[tokens]", "k_cache[blocks, offsets] = value[tokens]"),
+            ("v_cache[blocks, offsets] = value[tokens]", "v_cache[blocks, offsets] = key[tokens]"),
+        ),
+        "lmdeploy#4229: what is written is not what is read",
+        "I18",
+        lambda case: one_sequence(case),
+        partner="torch_paged_decode_attention",
+    ),
+    Mutant(
+        "token_written_one_slot_further",
+        "torch_reshape_and_cache",
+        (('slots // sizes["bs"], slots % sizes["bs"]', 'slots // sizes["bs"], (slots + 1) % sizes["bs"]'),),
+        "sglang#11985: places that agree for pages of one slot only",
+        "I18",
+        lambda case: one_sequence(case, block_size=2),
+        partner="torch_paged_decode_attention",
+    ),
+    Mutant(
+        "read_before_written",
+        "pairs",
+        (
+            (
+                "        write.call(key, value, k_cache, v_cache, slot_mapping)\n        return decode.call("
+                "q, k_cache, v_cache, block_tables, context_lens, scale)",
+                "        out = decode.call(q, k_cache, v_cache, block_tables, context_lens, scale)\n"
+                "        write.call(key, value, k_cache, v_cache, slot_mapping)\n        return out",
+            ),
+        ),
+        "two kernels that are right, on two streams, and nothing makes the second one wait",
+        "I18",
+        lambda case: one_sequence(case),
+        partner="torch_reshape_and_cache",
+    ),
+)
+MUTANTS = (
+    *(*WRITES, *SLOTS, *DECODES, *PAIRS),
+    *(*writes.WRITES, *slots.SLOTS, *decodes.DECODES, *others.OTHERS),
+)

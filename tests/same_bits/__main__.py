@@ -1,14 +1,17 @@
 """Runs the same launches memoised and not, in two processes, and compares every byte and every exception.
 
     python tests/same_bits [--launches N] [--first SEED]        # exit status 1, and what differs, where anything does
+    python tests/same_bits --adapter FILE.py [--kernel PATTERN] [--cases N] [--first SEED]
 
-The launches are the hand-written ones of zoo.py and N of random kernels. Both processes have the corrections of
-pagefuzz/fuzz/interpreter (bfloat16 and comparisons): what differs is only that one of them is fast.
+The launches are the hand-written ones of zoo.py and N of random kernels, or N cases of each kernel of an adapter, drawn
+as for a fuzz run. Both processes have the corrections of pagefuzz/fuzz/interpreter (bfloat16 and comparisons): what
+differs is only that one of them is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import hashlib
 import importlib.util
@@ -120,22 +123,66 @@ def randoms(first: int, kernels: int) -> Iterator[Result]:
             del sys.modules[path.stem]
 
 
+def chosen(adapter: str, pattern: str) -> dict[str, Any]:
+    """The kernels of an adapter by name. Raises UsageError where there are none."""
+    from pagefuzz.fuzz.session import check_pools, choose, load_adapter
+
+    load_adapter(adapter)
+    kernels = choose([pattern])
+    check_pools(kernels)
+    return kernels
+
+
+def drawn(adapter: str, pattern: str, first: int, count: int) -> Iterator[Result]:
+    """Cases as a fuzz run draws them, and all that is observed of each: a digest a field, then how it ended early."""
+    import numpy as np
+
+    from pagefuzz.fuzz.drawing import each_case
+    from pagefuzz.fuzz.session import Session
+    from pagefuzz.strategies import STRATEGIES
+    from pagefuzz.strategies.case import Case, InvalidCase
+
+    session = Session("cpu", count, first, chosen(adapter, pattern), ROOT)
+    for name, kernel in session.kernels.items():
+        cases: list[Case] = []
+        strategy = STRATEGIES[kernel.operation.name](kernel.declared, session.runner.arena.limits, ())
+        each_case(strategy, count, first, cases.append)
+        for case in cases:
+            try:
+                seen = session.runner.observe(kernel, case)
+            except InvalidCase as invalid:
+                yield f"{name} {case.one_line()}", _said(invalid)
+                continue
+            with np.printoptions(threshold=sys.maxsize):  # the arrays hold integers: their words say every bit
+                said = {field.name: repr(getattr(seen, field.name)) for field in dataclasses.fields(seen)}
+            digests = [f"{what}={hashlib.sha1(word.encode()).hexdigest()[:8]}" for what, word in said.items()]
+            yield f"{name} {case.one_line()}", f"{' '.join(digests)} {seen.wild or seen.raised or seen.misreturned}"
+
+
+def import_this_tree() -> None:
+    if "pagefuzz" not in sys.modules:
+        _load("pagefuzz", ROOT / "__init__.py")
+
+
 def child(arguments: argparse.Namespace) -> None:
     """One of the two processes: writes a line a launch."""
     import numpy as np
 
-    if "pagefuzz" not in sys.modules:
-        _load("pagefuzz", ROOT / "__init__.py")
+    import_this_tree()
     from pagefuzz.fuzz.interpreter import install
 
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     if arguments.fault:
         FAULTS[arguments.fault]()
-    install()
-    with open(arguments.into, "w") as into:
+    if arguments.adapter:  # the runner installs, once the adapter is loaded, as in a fuzz run
+        sources = [drawn(arguments.adapter, arguments.kernel, arguments.first, arguments.cases)]
+    else:
+        install()
         kernels = -(-arguments.launches // LAUNCHES_OF_A_KERNEL)
-        for results in (zoo(arguments.zoo), randoms(arguments.first, kernels)):
+        sources = [zoo(arguments.zoo), randoms(arguments.first, kernels)]
+    with open(arguments.into, "w") as into:
+        for results in sources:
             for result in results:
                 into.write(json.dumps(result) + "\n")
 
@@ -202,17 +249,31 @@ def differences(stock: list[Result], fast: list[Result]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=20_000, help="of random kernels (default 20000)")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first random kernel")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random kernel, or of the cases")
     parser.add_argument("--zoo", default="*", metavar="PATTERN", help="hand-written launches, by name")
+    parser.add_argument(
+        "--adapter", default="", metavar="FILE.py", help="drawn cases of its kernels instead of launches"
+    )
+    parser.add_argument("--kernel", default="*", metavar="PATTERN", help="kernels of the adapter, by name")
+    parser.add_argument("--cases", type=int, default=500, help="of each kernel of the adapter (default 500)")
     parser.add_argument("--fault", choices=FAULTS, default="", help="plant a fault in the key, which must be found")
     parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.into:
         child(arguments)
         return 0
+    if arguments.adapter:
+        import_this_tree()
+        from pagefuzz.fuzz.session import UsageError
+
+        try:
+            chosen(arguments.adapter, arguments.kernel)
+        except UsageError as error:
+            parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         paths = {mode: Path(folder) / mode for mode in ("stock", "fast")}
         options = ["--launches", str(arguments.launches), "--first", str(arguments.first), "--zoo", arguments.zoo]
+        options += ["--adapter", arguments.adapter, "--kernel", arguments.kernel, "--cases", str(arguments.cases)]
         fault = ["--fault", arguments.fault] if arguments.fault else []
         processes = [start("stock", paths["stock"], *options), start("fast", paths["fast"], *options, *fault)]
         failed = [process.wait() for process in processes]
