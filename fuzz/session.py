@@ -138,11 +138,11 @@ def load_own() -> None:
 
 
 def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
-    """Those of `known` whose names match one of the shell patterns, if there is a pattern.
+    """Those of `known` and of their pairs whose names match one of the shell patterns, if there is a pattern.
 
-    known: default: all that are registered, and their pairs.
+    known: default: all that are registered.
     """
-    known = with_pairs(registered()) if known is None else known
+    known = with_pairs(registered() if known is None else known)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
             raise UsageError(f"--kernel {pattern}: no kernel has such a name; there are {', '.join(known)}.")

@@ -18,7 +18,7 @@ from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration
 from pagefuzz.oracles.answers import check_oracles
 from pagefuzz.strategies import STRATEGIES
-from pagefuzz.strategies.cache_layouts import CONTIGUOUS, HND, NHD, ORDERS, PACKED, CacheLayout, WithCaches
+from pagefuzz.strategies.cache_layouts import CONTIGUOUS, HND, NHD, ORDERS, PACKED, CacheLayout, WithCaches, _layouts
 from pagefuzz.strategies.case import FAR_ELEMENTS, InvalidCase, Limits, Sequence
 from pagefuzz.strategies.number_formats import FORMATS, STORAGE, encode
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
@@ -493,3 +493,10 @@ def test_what_a_layout_takes_is_what_it_says(layouts: tuple[CacheLayout, CacheLa
         assert tensor.buffer.size == case.num_blocks * case.caches()[name].strides[0]
         assert prod(tensor.shape) <= tensor.buffer.size
         assert case.block_elements() >= case.caches()[name].strides[0]
+
+
+def test_every_drawn_layout_survives_json() -> None:
+    """A bool among the paddings equals an int, and is none in a saved file."""
+    for single in (False, True):
+        for pairs in _layouts(single).values():
+            assert all(type(gap) is int for pair in pairs for layout in pair for gap in layout.padding)

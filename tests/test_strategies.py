@@ -25,7 +25,7 @@ from pagefuzz.strategies.case import FAR_ELEMENTS, Case, InvalidCase, Limits, Se
 from pagefuzz.strategies.draws import BLOCK_SIZES, GROUP_SIZES, HEAD_DIMS
 from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX
 from pagefuzz.strategies.number_formats import FORMATS, decode
-from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PagedDecodeAttentionCase
+from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PROBES, PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.strategies.values import MODEST_POISONS, POISONS
@@ -1022,3 +1022,10 @@ def test_every_fault_breaks_something_or_says_what_it_needs(operation: str) -> N
         assert broken > 20, fault
         for sentence in refusals:
             assert f"fault={fault!r} needs" in sentence or "has no two entries in dim" in sentence, sentence
+
+
+def test_the_probes_fit_every_dtype_however_long_the_context() -> None:
+    rows = (Sequence((1, 0), (), 700),)
+    case = PagedDecodeAttentionCase(block_size=512, num_blocks=2, sequences=rows, num_kv_heads=3, dtype="bfloat16")
+    for values in (*PROBES, "needles"):
+        replace(case, values=values).arguments()  # encode refuses what a dtype does not hold exactly

@@ -176,7 +176,7 @@ WRITES = (
             ("head * k_head_stride + dim", "offs"),
             ("head * v_head_stride + dim", "offs"),
         ),
-        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache has its heads outside",
         "I10",
         lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
         declares=HND,
