@@ -20,7 +20,7 @@ from pagefuzz.oracles.invariant import invariants
 from pagefuzz.strategies.case import Sequence
 from pagefuzz.strategies.layouts import GARBAGE
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
-from pagefuzz.tests.commands import environ, group
+from pagefuzz.tests.commands import TREE, environ, group
 from pagefuzz.tests.killing import runner
 from pagefuzz.tests.mutants import idle, jobs, other_checks, report
 from pagefuzz.tests.mutants.catalogue import MUTANTS
@@ -92,7 +92,7 @@ def kill(seed: int, examples: int, named: str, also: tuple[str, ...] = ()) -> di
 
 
 def row_of(*kills: dict[str, Any], invariant: str = "I4") -> Row:
-    return Row("m", "slot_mapping", "torch_slot_mapping", "", invariant, list(kills))
+    return Row("m", "slot_mapping", "torch_slot_mapping", "", invariant, [], list(kills))
 
 
 def test_the_majority_of_the_seeds_names_it() -> None:
@@ -100,6 +100,8 @@ def test_the_majority_of_the_seeds_names_it() -> None:
     assert mostly.problems() == []
     seldom = row_of(kill(1, 1, "I4"), kill(2, 1, "I9", ("I4",)), kill(3, 1, "I9", ("I4",)))
     assert seldom.problems() == ["m is named I9 2 times, I4 1 times, where it states I4"]
+    seldom.or_also = ["I9"]
+    assert seldom.problems() == []
 
 
 def test_slow_kills_fail_the_run() -> None:
@@ -132,7 +134,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environ(),
+        env=environ(TMPDIR=str(tmp_path)),
         start_new_session=True,
     )
     until = time.monotonic() + 120
@@ -143,7 +145,16 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted: no process is left" in said
-    assert group(process.pid) == [] and not path.exists()
+    assert group(process.pid) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_readme_says_what_the_page_says() -> None:
+    page, readme = ((TREE / name).read_text() for name in ("docs/mutants-matrix.md", "README.md"))
+    headline = page.split("\n\n")[1]
+    assert "mutants: pagefuzz kills" in headline
+    assert f"**{headline}**" in readme, "write the headline of docs/mutants-matrix.md into the README"
+    assert "## What fails" not in page
 
 
 def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
