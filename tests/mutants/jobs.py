@@ -26,8 +26,8 @@ from pagefuzz.tests.mutants import other_checks
 from pagefuzz.tests.mutants.features import words
 
 QUICK = "quick"
-FAILURES_LOOKED_AT = 40  # of one mutant, by --idle
-REJUDGED = 15  # of them, without the dense oracle
+FAILURES_LOOKED_AT = 20  # of one mutant, by --idle
+REJUDGED = 5  # of them, without the dense oracle
 
 
 def mutants(catalogue: str) -> dict[str, Any]:

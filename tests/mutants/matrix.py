@@ -5,7 +5,7 @@
 
 Every mutant goes through the quick profile of `pytest fuzz/` with each of the seeds, in processes of its own making.
 Exit status 1, and a sentence each, where a mutant survives, kills its process, hangs, is not seen by the invariant that
-it names or mostly named by another one, or takes too long; 130 where the run is interrupted.
+it names or mostly named by another one, or takes too long; 130 where the run is interrupted, 2 where it cannot begin.
 --idle says how many mutants would live without each invariant, oracle, view, tail, poison, ...
 """
 
@@ -66,14 +66,12 @@ def work(jobs: list[dict[str, Any]], catalogue: str, workers: int, limit: float)
     from pagefuzz.tests.mutants.workers import command_of, run
 
     command = command_of(Path(__file__).resolve(), "--work", "--catalogue", catalogue)
-    done, said = [], 0.0
+    done, said, terminal = [], time.monotonic(), sys.stderr.isatty()
     for job, result in run(command, jobs, workers, limit):
         done.append((job, result))
-        if sys.stderr.isatty() and time.monotonic() - said > 0.5:
+        if time.monotonic() - said > (0.5 if terminal else 30):
             said = time.monotonic()
-            print(f"\r{len(done)} of {len(jobs)} jobs ", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print("\r" + " " * 40, end="\r", file=sys.stderr)
+            print(f"{len(done)} of {len(jobs)} jobs", end="\r" if terminal else "\n", file=sys.stderr, flush=True)
     return done
 
 
@@ -93,7 +91,14 @@ def matrix(
     mutants, seeds = chosen(catalogue, pattern), seeds or SEEDS
     started = time.monotonic()
     rows = {
-        name: Row(name, mutant.operation, getattr(mutant, "kernel", ""), mutant.origin, mutant.invariant)
+        name: Row(
+            name,
+            mutant.operation,
+            getattr(mutant, "kernel", ""),
+            mutant.origin,
+            mutant.invariant,
+            list(getattr(mutant, "also", ())),
+        )
         for name, mutant in mutants.items()
     }
     for job, result in work(jobs_of(mutants, seeds, examples, checks), catalogue, workers, limit):
@@ -171,6 +176,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted: no process is left, and nothing is written", file=sys.stderr)
         return 130
+    except RuntimeError as error:  # a process that does not start
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _matrix(asked: argparse.Namespace) -> int:
@@ -197,7 +205,7 @@ def _idle(asked: argparse.Namespace) -> int:
     found = idle.Idle({**about, "seconds": round(time.monotonic() - started)}, done)
     print(found.text())
     found.write(asked.markdown, asked.json)
-    return int(bool(found.unjudged()))
+    return int(any(how in result for result in done.values() for how in ("crashed", "hung", "error")))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ MEDIAN_LIMIT, WORST_LIMIT = 20, 1500  # examples to the kill
 
 @dataclass
 class Row:
-    """One mutant: what each seed gave, and what the other checks said."""
+    """One mutant: what each seed gave, and what the other checks said. invariant: that it states to be named; or_also:
+    those that may be named in its place."""
 
     mutant: str
     operation: str
     kernel: str
     origin: str
     invariant: str
+    or_also: list[str] = field(default_factory=list)
     kills: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -59,6 +61,15 @@ class Row:
         return sum(not kill["found"]["also"] for kill in self.killed)
 
     @property
+    def stated(self) -> str:
+        return " or ".join((self.invariant, *self.or_also))
+
+    @property
+    def as_stated(self) -> int:
+        """How many shrunk cases name what is stated."""
+        return sum(self.named[name] for name in (self.invariant, *self.or_also))
+
+    @property
     def smallest(self) -> int:
         """How many shrunk cases are as small as stated."""
         return sum(kill["shrunk"]["smallest"] for kill in self.killed)
@@ -83,8 +94,8 @@ class Row:
         named = ", ".join(f"{name} {count} times" for name, count in self.named.most_common())
         if self.killed and self.invariant not in seen:
             found.append(f"is not seen by {self.invariant}, which it names; seen by {', '.join(sorted(seen))}")
-        elif self.killed and self.named[self.invariant] * 2 <= len(self.killed):
-            found.append(f"is named {named}, where it states {self.invariant}")
+        elif self.killed and self.as_stated * 2 <= len(self.killed):
+            found.append(f"is named {named}, where it states {self.stated}")
         found += [
             f"could not be put to the check {check}: {said['error'].strip().splitlines()[-1]}"
             for check, said in self.others.items()
@@ -268,7 +279,7 @@ def _cells(row: Row, checks: list[str]) -> list[str]:
     smallest = next((kill for kill in killed if kill["shrunk"]["smallest"]), killed[0])
     return [
         row.mutant,
-        (named if row.named[row.invariant] == len(killed) else f"{named} (stated: {row.invariant})") + lost,
+        (named if row.as_stated == len(killed) else f"{named} (stated: {row.stated})") + lost,
         " ".join(by_number(row.also)),
         f"{row.alone}/{len(killed)}",
         f"{median(row.examples):g} ({row.examples[-1]})",

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,9 +51,11 @@ def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> 
     waiting = deque(jobs)
     selector = selectors.DefaultSelector()
     alive: list[_Worker] = []
+    scratch = tempfile.TemporaryDirectory()  # what they leave behind goes with it
+    start = partial(_start, command, scratch.name, selector)
     try:
         for _ in range(min(workers, len(waiting))):
-            alive.append(_start(command, selector))
+            alive.append(start())
         while waiting or any(worker.job for worker in alive):
             for key, _ in selector.select(timeout=0.2):
                 worker = key.data
@@ -63,7 +66,7 @@ def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> 
                     continue
                 text, worker.line = "".join(worker.line), []
                 if ended:
-                    yield from _died(worker, command, selector, alive)
+                    yield from _died(worker, start, selector, alive)
                 elif not worker.ready:
                     worker.ready = True
                 else:
@@ -84,17 +87,25 @@ def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> 
                     raise RuntimeError(f"a process did not start within {START_LIMIT:.0f} s: {worker.last_words()}")
                 elif worker.job is not None and spent > limit:
                     job = worker.job
-                    _replace(worker, command, selector, alive)
+                    _replace(worker, start, selector, alive)
                     yield job, {"hung": f"did not end within {limit:g} s"}
     finally:
         for worker in alive:
             _end(worker)
         selector.close()
+        scratch.cleanup()
 
 
-def _start(command: list[str], selector: selectors.BaseSelector) -> _Worker:
+def _start(command: list[str], scratch: str, selector: selectors.BaseSelector) -> _Worker:
     said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with its process
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        env={**os.environ, "TMPDIR": scratch},
+    )
     worker = _Worker(process, said, time.monotonic())
     assert process.stdout is not None
     selector.register(process.stdout, selectors.EVENT_READ, worker)
@@ -112,22 +123,24 @@ def _end(worker: _Worker) -> None:
             pass
 
 
-def _replace(worker: _Worker, command: list[str], selector: selectors.BaseSelector, alive: list[_Worker]) -> None:
+def _replace(
+    worker: _Worker, start: Callable[[], _Worker], selector: selectors.BaseSelector, alive: list[_Worker]
+) -> None:
     assert worker.process.stdout is not None
     selector.unregister(worker.process.stdout)
     _end(worker)
-    alive[alive.index(worker)] = _start(command, selector)
+    alive[alive.index(worker)] = start()
 
 
 def _died(
-    worker: _Worker, command: list[str], selector: selectors.BaseSelector, alive: list[_Worker]
+    worker: _Worker, start: Callable[[], _Worker], selector: selectors.BaseSelector, alive: list[_Worker]
 ) -> Iterator[tuple[Job, Result]]:
     status, words = worker.process.wait(), worker.last_words()
     said = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.Signals(-status).name}"
     if worker.job is None:
         raise RuntimeError(f"a process ended without a job ({said}): {words}")
     job = worker.job
-    _replace(worker, command, selector, alive)
+    _replace(worker, start, selector, alive)
     yield job, {"crashed": said + (f": {words}" if words else "")}
 
 
