@@ -3,13 +3,19 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: fuzz test lint verify-interpreter clean
+.PHONY: fuzz test mutants lint verify-interpreter clean
 
 fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
 
 test: .venv
 	.venv/bin/python -P -m pytest -n auto tests/ --device cpu $(ARGS)
+
+# Which planted bugs die, and by what. ARGS='--only "triton*" --seeds 1' for a few of them, ARGS=--idle for what could be
+# switched off. Without ARGS the page that the README links to is written again.
+mutants: .venv
+	@mkdir -p .pagefuzz
+	.venv/bin/python -P tests/mutants/matrix.py $(or $(ARGS),--markdown docs/mutants-matrix.md --json .pagefuzz/mutants.json)
 
 # mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
 lint: .venv

@@ -90,7 +90,7 @@ def measure(name: str, cases: int, seed: int) -> tuple[Counter[tuple[str, str]],
                     "what the contract forbids" if item.id == "I16" else re.sub(r"sequence \d+", "a sequence", called)
                 )
                 counted[item.id, shown] += 1
-                differing[item.id, shown] += differ(twins[base] if base else case, twin)
+                differing[item.id, shown] += differ(twins.get(base or "", case), twin)
 
     each_case(STRATEGIES[kernel.operation.name](kernel.declared, runner.arena.limits, ()), cases, seed, look)
     return counted, differing, accused

@@ -36,6 +36,11 @@ from pagefuzz.strategies.case import Case, InvalidCase
 SHARD = 125  # examples
 
 
+def shard_seed(seed: int, kernel: str, index: int) -> int:
+    """The seed of one shard of a kernel in a run with the seed `seed`."""
+    return int(hashlib.sha256(f"{seed}/{kernel}/{index}".encode()).hexdigest()[:15], 16)
+
+
 class UsageError(ValueError):
     """The command line asks for something that cannot be; the message is one sentence."""
 
@@ -133,11 +138,11 @@ def load_own() -> None:
 
 
 def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
-    """Those of `known` whose names match one of the shell patterns, if there is a pattern.
+    """Those of `known` and of their pairs whose names match one of the shell patterns, if there is a pattern.
 
-    known: default: all that are registered, and their pairs.
+    known: default: all that are registered.
     """
-    known = with_pairs(registered()) if known is None else known
+    known = with_pairs(registered() if known is None else known)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
             raise UsageError(f"--kernel {pattern}: no kernel has such a name; there are {', '.join(known)}.")
@@ -215,8 +220,7 @@ class Session:
             found.append((case, verdict))
             return True
 
-        seed = int(hashlib.sha256(f"{self.seed}/{kernel.name}/{index}".encode()).hexdigest()[:15], 16)
-        each_case(drawn, examples, seed, look)
+        each_case(drawn, examples, shard_seed(self.seed, kernel.name, index), look)
         statistics.seconds = time.perf_counter() - started
         if found:
             statistics.violations += 1

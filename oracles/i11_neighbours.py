@@ -37,7 +37,8 @@ class NeighboursAreInvisible(Invariant):
         twins = {self._alone(b): case.batch([b]) for b in range(count)} if count > 1 else {}
         same = self._same(case, declared)
         if declared.batch_invariant or case.has_needles():
-            twins[BATCH] = same
+            if same != case:
+                twins[BATCH] = same
             for name, rows in self._batches(case).items():
                 twins[name] = same.batch(rows)
         return twins
@@ -54,19 +55,23 @@ class NeighboursAreInvisible(Invariant):
         count = len(case.sequences)
         if count == 1:
             return {"twice in one batch": [0, 0]}
-        return {"alone": [case.seed % count], "in a batch turned round": list(range(count))[::-1]}
+        alive = [b for b, n in enumerate(case.context_lens) if n]
+        return {"alone": [alive[case.seed % len(alive)]], "in a batch turned round": list(range(count))[::-1]}
 
     def judge(self, case: Any, observations: Mapping[str, Observation], declared: Declaration) -> Violation | None:
         run = observations["case"]
         if not is_right(case, run, declared):
             return self._right_alone(case, run, observations, declared)
-        if BATCH not in observations or not observations[BATCH].finished:
+        if not declared.batch_invariant and not case.has_needles():
+            return None
+        batch = observations[BATCH] if BATCH in observations else run
+        if not batch.finished:
             return None
         for name, rows in self._batches(case).items():
             twin = observations[name]
             if not twin.finished:
                 return unfinished(twin, f"with the sequences {', '.join(map(str, rows))} {name}")
-            found = rows_differ(self._same(case, declared), observations[BATCH], twin, rows, declared, name)
+            found = rows_differ(self._same(case, declared), batch, twin, rows, declared, name)
             if found:
                 return found
         return None

@@ -202,7 +202,7 @@ class WithCaches(WithFloats):
             places = {}
             inside -= cache.offset
             sizes = (self.block_size, self.num_kv_heads, self.head_dim)
-            for dim in sorted(range(3), key=lambda dim: (-cache.strides[dim + 1], sizes[dim] == 1)):
+            for dim in sorted(range(3), key=lambda dim: -cache.strides[dim + 1]):
                 places[dim] = min(inside // cache.strides[dim + 1], sizes[dim] - 1)
                 inside -= places[dim] * cache.strides[dim + 1]
             if inside == 0 and min(places.values()) >= 0:

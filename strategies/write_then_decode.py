@@ -58,7 +58,7 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
     def arguments(self) -> Arguments:
         decode = super().arguments().values
         written = self.written()
-        ids = {b: self.token_ids(b) for b, _, _ in written}
+        ids = {b: self.token_ids(b) for b in {b for b, _, _ in written}}
         tokens = np.array([ids[b][position] for b, position, _ in written], dtype=np.int64)
         shape = (len(written), self.num_kv_heads, self.head_dim)
         slots = np.array([slot for _, _, slot in written], dtype=self.index_dtype)

@@ -135,8 +135,8 @@ def merged_in_pairs(q: Any, k: Any, v: Any, scale: float, size: int, batch: int)
             out = torch.einsum("hn,nhd->hd", s.softmax(1), values)
             lse = s.logsumexp(1, keepdim=True)
             if state is not None:
-                share = torch.sigmoid(lse - state[1])
-                out, lse = out * share + state[0] * (1 - share), torch.logaddexp(lse, state[1])
+                new, old = torch.sigmoid(lse - state[1]), torch.sigmoid(state[1] - lse)  # 1 - new would cancel
+                out, lse = out * new + state[0] * old, torch.logaddexp(lse, state[1])
             state = out, lse
     assert state is not None
     return state[0]
@@ -262,26 +262,42 @@ def copies_first(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_
 
 
 @triton.jit
-def add_tokens(  # type: ignore[no-untyped-def]
-    acc, total, q, k_cache, v_cache, tables, lengths, q_stride, table_stride, scale, N, H, KVH, D: tl.constexpr, BS, P
+def add_tokens(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+    acc,
+    total,
+    largest,
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    lengths,
+    q_stride,
+    table_stride,
+    scale,
+    H,
+    KVH,
+    D: tl.constexpr,
+    BS,
 ):
-    token = tl.program_id(0)
     b, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    if token < tl.load(lengths + b):
-        block = tl.load(tables + b * table_stride + token // BS).to(tl.int64)
-        cols = tl.arange(0, D)
-        offs = ((block * BS + token % BS) * KVH + head // (H // KVH)) * D + cols
-        query = tl.load(q + b * q_stride + head * D + cols).to(tl.float32)
-        weight = tl.exp(tl.sum(query * tl.load(k_cache + offs).to(tl.float32), 0) * scale - tl.load(P + b * H + head))
-        tl.atomic_add(acc + (b * H + head) * D + cols, weight * tl.load(v_cache + offs).to(tl.float32))
-        tl.atomic_add(total + b * H + head, weight)
+    tokens = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = tokens < tl.load(lengths + b)
+    block = tl.load(tables + b * table_stride + tokens // BS, mask=live, other=0).to(tl.int64)
+    cols = tl.arange(0, D)[None, :]
+    offs = ((block * BS + tokens % BS) * KVH + head // (H // KVH))[:, None] * D + cols
+    query = tl.load(q + b * q_stride + head * D + cols).to(tl.float32)
+    keys = tl.load(k_cache + offs, mask=live[:, None], other=0.0).to(tl.float32)
+    weights = tl.exp(tl.sum(query * keys, 1) * scale - tl.load(largest + b * H + head))
+    values = tl.load(v_cache + offs, mask=live[:, None], other=0.0).to(tl.float32)
+    tl.atomic_add(acc + (b * H + head) * D + tl.arange(0, D), tl.sum(weights[:, None] * values, 0))
+    tl.atomic_add(total + b * H + head, tl.sum(tl.where(live, weights, 0.0), 0))
 
 
 @good(DECODE, deterministic=False, head_dims=(1, 2, 4, 8, 16))
 def adds_with_atomics(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_lens: Any, scale: float) -> Any:
-    """A program for each token, all of which add to one sum; the host looks for the largest score first."""
+    """A program for every 16 tokens, all of which add to one sum; the host looks for the largest score first."""
     count, heads, dim = q.shape
-    _, size, kv_heads, _ = k_cache.shape
+    size, kv_heads = k_cache.shape[1:3]
     acc, total = torch.zeros(count, heads, dim), torch.zeros(count, heads)
     largest = torch.zeros(count, heads)
     for b, n in enumerate(context_lens.tolist()):
@@ -289,11 +305,10 @@ def adds_with_atomics(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, con
             pages = block_tables[b, : -(-n // size)].long()
             k = k_cache[pages].flatten(0, 1)[:n].float().repeat_interleave(heads // kv_heads, dim=1)
             largest[b] = scores_of(q[b].float(), k, scale).amax(1)
-    grid = (max(context_lens.tolist(), default=0), count, heads)
+    grid = (-(-max(context_lens.tolist(), default=0) // 16), count, heads)
     if 0 not in grid:
-        strides = (q.stride(0), block_tables.stride(0))
-        tensors = (acc, total, q, k_cache, v_cache, block_tables, context_lens)
-        add_tokens[grid](*tensors, *strides, scale, count, heads, kv_heads, dim, size, largest)
+        tensors = (acc, total, largest, q, k_cache, v_cache, block_tables, context_lens)
+        add_tokens[grid](*tensors, q.stride(0), block_tables.stride(0), scale, heads, kv_heads, dim, size)
     return (acc / torch.where(total > 0, total, 1.0)[..., None]).to(q.dtype)
 
 
@@ -312,7 +327,7 @@ def through_an_intermediate(key: Any, value: Any, k_cache: Any, v_cache: Any, sl
 
 
 @triton.jit
-def copy_head(  # type: ignore[no-untyped-def]
+def copy_head(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
     key, value, k_cache, v_cache, slots, key_stride, value_stride, KVH, D: tl.constexpr, P: tl.constexpr
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

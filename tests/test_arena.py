@@ -353,6 +353,22 @@ def test_changes_far_away_belong_to_the_nearest_buffer() -> None:
     assert all(not seen.before.any() for seen in changes.values())
 
 
+def test_changes_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read gives 2 GiB at most, and a kernel may change all of a pool."""
+
+    def change() -> None:
+        start, _ = starts()["k_cache"]
+        arena().memory[start : start + 30_000] = b"\x5a" * 30_000
+
+    whole = only_change(WRITE, change)
+    monkeypatch.setattr("pagefuzz.fuzz.arena.PIECE", 4096)
+    pieces = only_change(WRITE, change)
+    assert whole.keys() == pieces.keys() and sum(len(seen.elements) for seen in whole.values()) > 7000
+    for name, seen in whole.items():
+        for field in ("elements", "before", "after"):
+            assert np.array_equal(getattr(seen, field), getattr(pieces[name], field))
+
+
 def test_writing_what_was_there_is_no_change() -> None:
     def kernel(key, value, k_cache, v_cache, slot_mapping):
         for tensor in (key, value, k_cache, v_cache, slot_mapping):

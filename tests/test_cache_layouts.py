@@ -18,7 +18,7 @@ from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration
 from pagefuzz.oracles.answers import check_oracles
 from pagefuzz.strategies import STRATEGIES
-from pagefuzz.strategies.cache_layouts import CONTIGUOUS, HND, NHD, ORDERS, PACKED, CacheLayout, WithCaches
+from pagefuzz.strategies.cache_layouts import CONTIGUOUS, HND, NHD, ORDERS, PACKED, CacheLayout, WithCaches, _layouts
 from pagefuzz.strategies.case import FAR_ELEMENTS, InvalidCase, Limits, Sequence
 from pagefuzz.strategies.number_formats import FORMATS, STORAGE, encode
 from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
@@ -324,12 +324,14 @@ def test_every_kind_of_layout_is_drawn_for_strided(operation: str) -> None:
         seen["odd stride of one head"] += heads and any(strides[2] % max(case.head_dim, 2) for strides in odd)
         seen["odd stride of one slot"] += slots and any(strides[1] % max(case.head_dim, 2) for strides in odd)
         seen["gap after the one block"] += blocks and any(layout.padding_of("N") for layout in case.layouts)
-        seen["odd stride of one dim"] += case.head_dim == 1 and any(strides[3] > 1 for strides in odd)
+        single = case.head_dim == 1 and any(strides[3] > 1 for strides in odd)
+        seen["odd stride of one dim"] += single and not case.packed
+        seen["odd stride of one dim in one tensor"] += single and case.packed
         seen["rows at odd addresses"] += any(strides[1] % 2 for strides in odd) and case.head_dim % 2 == 0
     for what in (*ORDERS, *(f"gap after each {dim}" for dim in "NSHD"), "keys unlike values", "rows at odd addresses"):
         assert seen[what] > 0, (what, seen)
     assert seen["a gap in one of them only"] > 0 and len(strided) > 60, seen
-    assert all(seen[f"odd stride of one {dim}"] > 0 for dim in ("head", "slot", "dim")), seen
+    assert all(seen[f"odd stride of one {dim}"] > 0 for dim in ("head", "slot", "dim", "dim in one tensor")), seen
 
 
 @each_operation
@@ -493,3 +495,10 @@ def test_what_a_layout_takes_is_what_it_says(layouts: tuple[CacheLayout, CacheLa
         assert tensor.buffer.size == case.num_blocks * case.caches()[name].strides[0]
         assert prod(tensor.shape) <= tensor.buffer.size
         assert case.block_elements() >= case.caches()[name].strides[0]
+
+
+def test_every_drawn_layout_survives_json() -> None:
+    """A bool among the paddings equals an int, and is none in a saved file."""
+    for single in (False, True):
+        for pairs in _layouts(single).values():
+            assert all(type(gap) is int for pair in pairs for layout in pair for gap in layout.padding)

@@ -95,6 +95,37 @@ def test_a_module_is_an_adapter_too_and_patterns_choose(tmp_path: Path) -> None:
     assert re.findall(r"\[(\w+)-000\]", done.text) == ["good_slots", "worse_slots"]
 
 
+PAIR = """
+from hypothesis import settings
+from pagefuzz import kernel
+from pagefuzz.kernels.torch_paged_decode_attention import torch_paged_decode_attention
+from pagefuzz.kernels.torch_reshape_and_cache import torch_reshape_and_cache
+
+@kernel("reshape_and_cache")
+def mine_write(key, value, k_cache, v_cache, slot_mapping):
+    torch_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping[:-1])
+
+kernel("paged_decode_attention", name="mine_decode")(torch_paged_decode_attention)
+settings.register_profile("tiny", max_examples=40)
+"""
+
+
+def test_a_pair_is_fuzzed_chosen_and_replayed_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "pair.py", PAIR)
+    chosen = ("--adapter", "pair.py", "--kernel", "mine_w*+*", "--hypothesis-profile", "tiny")
+    done = pytest_in(tmp_path, *chosen)
+    assert done.code == 1, done.text
+    assert "violated by mine_write+mine_decode" in done.text and "write_then_decode" in done.text
+    done.line("pagefuzz 0.1.0: mine_write+mine_decode")
+    for label in ("again", "or anywhere"):
+        again = shell_in(tmp_path, done.command(label))
+        assert again.code == 1 and "still fails: " in again.text, again.text
+    every = pytest_in(tmp_path, "--adapter", "pair.py", "--collect-only", "--hypothesis-profile", "tiny")
+    assert "pagefuzz 0.1.0: mine_write, mine_decode, mine_write+mine_decode" in every.text
+    alone = pytest_in(tmp_path, "--adapter", "pair.py", "--kernel", "mine_decode", "--hypothesis-profile", "tiny")
+    assert alone.code == 0 and "write_then_decode" not in alone.text, alone.text
+
+
 def test_a_file_that_has_nothing_to_do_is_no_error(tmp_path: Path) -> None:
     tests = [str(TREE / "fuzz/test_slot_mapping.py"), str(TREE / "fuzz/test_saved_failures.py")]
     done = pytest_in(tmp_path, "--kernel", "torch_reshape*", tests=tests)

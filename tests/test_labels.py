@@ -253,14 +253,13 @@ def needle_rows(case: PagedDecodeAttentionCase, b: int) -> list[tuple[int, ...]]
     return found
 
 
-SCALES = (1.0, -1.0, 0.5, 0.125, 3**-0.5, -(128**-0.5), 7.3, 1e4, -1e4, 2.0**-10, 1e-3)
+SCALES = (1.0, -1.0, 0.5, 0.125, 3**-0.5, -(128**-0.5), 7.3, 1e4, -1e4, 2.0**-7, 0.0062)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("head_dim", [1, 2, 5])
 @pytest.mark.parametrize("scale", SCALES)
 def test_needles_are_exact(dtype: str, head_dim: int, scale: float) -> None:
-    ones = twos = 0
     for seed in range(6):
         case = PagedDecodeAttentionCase(
             block_size=4,
@@ -281,15 +280,12 @@ def test_needles_are_exact(dtype: str, head_dim: int, scale: float) -> None:
         for b in (0, 2):
             values = case.value_values(case.token_ids(b))
             for head, at in enumerate(needle_rows(case, b)):
-                assert len(at) in (1, 2)
-                ones, twos = ones + (len(at) == 1), twos + (len(at) == 2)
-                mean = values[list(at), head].sum(axis=0) / len(at)
+                (position,) = at
                 for query in (2 * head, 2 * head + 1):
-                    assert right[b, query].tolist() == mean.tolist()
-                    native = mean.astype(np.float32)
-                    assert native.tolist() == mean.tolist()
-                    assert float(np.abs(native * 2).max()) < 256, "the mean has 8 bits at the most, as bfloat16"
-    assert ones and twos
+                    assert right[b, query].tolist() == values[position, head].tolist()
+                assert values.min() > 0 and values.max() < 256, (
+                    "bfloat16 holds 8 bits; no output is a zero of some sign"
+                )
 
 
 def test_needles_of_what_is_drawn_are_exact() -> None:
@@ -305,9 +301,9 @@ def test_needles_of_what_is_drawn_are_exact() -> None:
             if n:
                 values = needles.value_values(needles.token_ids(b))
                 for head, at in enumerate(needle_rows(needles, b)):
-                    assert len(at) in (1, 2)
-                    mean = values[list(at), head].sum(axis=0) / len(at)
-                    assert (right[b, head * case.group_size : (head + 1) * case.group_size] == mean).all()
+                    (position,) = at
+                    heads = right[b, head * case.group_size : (head + 1) * case.group_size]
+                    assert (heads == values[position, head]).all()
                     exact += 1
     assert exact > 200
 
@@ -320,7 +316,7 @@ def test_needles_lie_everywhere() -> None:
         case = PagedDecodeAttentionCase(block_size=4, num_blocks=2, sequences=row, values=NEEDLES, seed=seed)
         (at,) = needle_rows(case, 0)
         seen.update(at)
-    assert set(seen) == set(range(6)) and min(seen.values()) > 50
+    assert set(seen) == set(range(6)) and min(seen.values()) > 25
 
 
 def twin_needles(case: PagedDecodeAttentionCase) -> dict[str, tuple[PagedDecodeAttentionCase, list[int]]]:
@@ -370,10 +366,10 @@ ROW, OTHER = Sequence((0, 1), (), 4), Sequence((2, 3), (), 4)
         ((ROW, OTHER), {"tokens_of": ((5, 5), (6, 6))}, True),
         ((ROW, OTHER), {"tokens_of": ((5, 5), (5, 5))}, True),
         ((ROW, OTHER), {"tokens_of": ((5, 6), (7, 7))}, False),
-        ((ROW, OTHER), {"scale": 2.0**-11}, True),
-        ((ROW, OTHER), {"scale": 2.0**-12}, False),
+        ((ROW, OTHER), {"scale": 2.0**-7}, True),
+        ((ROW, OTHER), {"scale": 2.0**-8}, False),
         ((ROW, OTHER), {"scale": 0.0}, False),
-        ((ROW, OTHER), {"scale": -(2.0**-11)}, True),
+        ((ROW, OTHER), {"scale": -(2.0**-7)}, True),
     ],
 )
 def test_has_needles(rows: tuple[Sequence, ...], changes: dict[str, Any], holds: bool) -> None:
@@ -388,7 +384,7 @@ def test_has_needles(rows: tuple[Sequence, ...], changes: dict[str, Any], holds:
     needles.check()
     check_oracles(needles, Declaration())
     for b, row in enumerate(rows):
-        assert all(len(at) in (1, 2) for at in needle_rows(needles, b)) or row.context_len == 0
+        assert all(len(at) == 1 for at in needle_rows(needles, b)) or row.context_len == 0
 
 
 # ------------------------------------------------------------------------------------------------------- contradictions

@@ -25,7 +25,7 @@ from pagefuzz.strategies.case import FAR_ELEMENTS, Case, InvalidCase, Limits, Se
 from pagefuzz.strategies.draws import BLOCK_SIZES, GROUP_SIZES, HEAD_DIMS
 from pagefuzz.strategies.layouts import GARBAGE, INT32_MAX
 from pagefuzz.strategies.number_formats import FORMATS, decode
-from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PagedDecodeAttentionCase
+from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PROBES, PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.strategies.values import MODEST_POISONS, POISONS
@@ -727,7 +727,7 @@ GOLDEN = [
         '"num_kv_heads":2,"group_size":3,"head_dim":6,"scale":-0.125,"k_layout":{"order":"N2SHD"},'
         '"v_layout":{"order":"N2SHD"},"dtype":"float32","values":"needles","poison":"nan_and_garbage","new_tokens":4}',
         BOTH,
-        "6f5cc3557f6af3bd1078ceba39ae4bbb28009bc09ecfaab84a0489da7416dcf1",
+        "ca42d829a1c055cd1e8967c759419e9a92eeb0c6c9310f34664bee718189eb18",
     ),
 ]
 
@@ -1022,3 +1022,10 @@ def test_every_fault_breaks_something_or_says_what_it_needs(operation: str) -> N
         assert broken > 20, fault
         for sentence in refusals:
             assert f"fault={fault!r} needs" in sentence or "has no two entries in dim" in sentence, sentence
+
+
+def test_the_probes_fit_every_dtype_however_long_the_context() -> None:
+    rows = (Sequence((1, 0), (), 700),)
+    case = PagedDecodeAttentionCase(block_size=512, num_blocks=2, sequences=rows, num_kv_heads=3, dtype="bfloat16")
+    for values in (*PROBES, "needles"):
+        replace(case, values=values).arguments()  # encode refuses what a dtype does not hold exactly

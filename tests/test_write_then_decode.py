@@ -271,4 +271,4 @@ def test_many_new_tokens_take_little_time() -> None:
     case.check()
     started = time.process_time()
     key = case.arguments().tensors["key"]
-    assert key.shape == (4096, 1, 1) and time.process_time() - started < 10
+    assert key.shape == (4096, 1, 1) and time.process_time() - started < 2

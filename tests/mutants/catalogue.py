@@ -176,7 +176,7 @@ WRITES = (
             ("head * k_head_stride + dim", "offs"),
             ("head * v_head_stride + dim", "offs"),
         ),
-        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache is a view of [N, KVH, bs, D]",
+        "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache has its heads outside",
         "I10",
         lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
         declares=HND,
@@ -453,14 +453,6 @@ DECODES = (
         "I10",
         lambda case: case.context_lens in ((), (0,), (1,)) and case.head_dim == case.num_heads == 1,
         declares=STRIDED,
-    ),
-    Mutant(
-        "table_rows_a_width_apart",
-        "triton_paged_decode_attention",
-        (("block_tables.stride(0)", "block_tables.shape[1]"),),
-        "vllm#55109: a narrowed table is read as if it were whole",
-        "I10",
-        lambda case: len(case.sequences) == 2 and case.head_dim == case.num_heads == 1 and case.table_padding == 1,
     ),
     Mutant(
         "shared_page_counted_once",

@@ -155,6 +155,15 @@ PLANTED = (
     ),
     # ---- tables
     Mutant(
+        "table_width_taken_for_its_stride",
+        TRITON,
+        (("        block_tables.stride(0),\n", "        block_tables.shape[1],\n"),),
+        "vllm#55109: a narrowed view of a wide table gives another request's blocks",
+        "I10",
+        Smallest(sequences=2, other=("table_padding",)),
+        also=("I2", "I9", "I11", "I13"),
+    ),
+    Mutant(
         "next_entry_fetched",
         TRITON,
         (
@@ -222,6 +231,7 @@ PLANTED = (
         "flashinfer#697, flashinfer#2255: int64 lengths are read as int32, so every second one is 0",
         "I14",
         Smallest(sequences=2),
+        also=("I11",),  # one length alone is right, and two of them are wrong
     ),
     # ---- block ids and addresses
     Mutant(

@@ -1,0 +1,212 @@
+"""The kill matrix: which planted bugs die, by what, after how many examples, and what other checks make of them.
+
+    python tests/mutants/matrix.py [--seeds 1 2 3 4 5] [--workers N] [--only PATTERN] [--markdown FILE] [--json FILE]
+    python tests/mutants/matrix.py --idle [--examples N] [--markdown FILE] [--json FILE]
+
+Every mutant goes through the quick profile of `pytest fuzz/` with each of the seeds, in processes of its own making.
+Exit status 1, and a sentence each, where a mutant survives, kills its process, hangs, is not seen by the invariant that
+it names or mostly named by another one, or takes too long; 130 where the run is interrupted, 2 where it cannot begin.
+--idle says how many mutants would live without each invariant, oracle, view, tail, poison, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[2]
+CATALOGUE = "pagefuzz.tests.mutants.catalogue"
+SEEDS = [1, 2, 3, 4, 5]
+LIMIT = 900.0  # a survivor takes all of the budget
+IDLE_EXAMPLES = 400
+
+
+def import_this_tree() -> None:
+    """Make the tree importable as pagefuzz, whatever its folder is called and whether it is installed."""
+    spec = importlib.util.spec_from_file_location("pagefuzz", ROOT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules["pagefuzz"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def chosen(catalogue: str, pattern: str) -> dict[str, Any]:
+    """The mutants of a catalogue whose names match a shell pattern."""
+    from pagefuzz.tests.mutants.jobs import mutants
+
+    return {name: mutant for name, mutant in mutants(catalogue).items() if fnmatch.fnmatch(name, pattern)}
+
+
+def jobs_of(mutants: dict[str, Any], seeds: list[int], examples: int | None, checks: bool) -> list[dict[str, Any]]:
+    """Every job of a matrix, the dear ones of decodes first."""
+    from pagefuzz.tests.mutants.other_checks import CHECKS
+
+    jobs: list[dict[str, Any]] = []
+    for name in sorted(mutants, key=lambda name: "triton_paged" not in getattr(mutants[name], "kernel", "")):
+        jobs += [{"mutant": name, "what": "kill", "seed": seed, "examples": examples} for seed in seeds]
+        jobs += [{"mutant": name, "what": "others", "check": check} for check in (CHECKS if checks else ())]
+    return jobs
+
+
+def work(jobs: list[dict[str, Any]], catalogue: str, workers: int, limit: float) -> list[tuple[Any, Any]]:
+    """Every job with its result."""
+    from pagefuzz.tests.mutants.workers import command_of, run
+
+    command = command_of(Path(__file__).resolve(), "--work", "--catalogue", catalogue)
+    done, said, terminal = [], time.monotonic(), sys.stderr.isatty()
+    for job, result in run(command, jobs, workers, limit):
+        done.append((job, result))
+        if time.monotonic() - said > (0.5 if terminal else 30):
+            said = time.monotonic()
+            print(f"{len(done)} of {len(jobs)} jobs", end="\r" if terminal else "\n", file=sys.stderr, flush=True)
+    return done
+
+
+def matrix(
+    catalogue: str = CATALOGUE,
+    pattern: str = "*",
+    seeds: list[int] | None = None,
+    examples: int | None = None,
+    workers: int = 1,
+    limit: float = LIMIT,
+    checks: bool = True,
+) -> Any:
+    """The Report of a run."""
+    from pagefuzz.tests.mutants.jobs import budget
+    from pagefuzz.tests.mutants.report import Report, Row
+
+    mutants, seeds = chosen(catalogue, pattern), seeds or SEEDS
+    started = time.monotonic()
+    rows = {
+        name: Row(
+            name,
+            mutant.operation,
+            getattr(mutant, "kernel", ""),
+            mutant.origin,
+            mutant.invariant,
+            list(getattr(mutant, "also", ())),
+        )
+        for name, mutant in mutants.items()
+    }
+    for job, result in work(jobs_of(mutants, seeds, examples, checks), catalogue, workers, limit):
+        row = rows[job["mutant"]]
+        if job["what"] == "kill":
+            row.kills.append({"seed": job["seed"], **result})
+        else:
+            row.others[job["check"]] = result
+    for row in rows.values():
+        row.kills.sort(key=lambda kill: kill["seed"])
+    operations = dict.fromkeys(row.operation for row in rows.values())
+    about = {**about_run(workers), "seeds": seeds, "examples": {name: examples or budget(name) for name in operations}}
+    return Report({**about, "seconds": round(time.monotonic() - started)}, list(rows.values()))
+
+
+def about_run(workers: int) -> dict[str, Any]:
+    """What a figure depends on."""
+    from pagefuzz.fuzz.saved import versions
+
+    load = f"load {os.getloadavg()[0]:.1f}"
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {workers} workers, {load}"
+    command = shlex.join(["python", "tests/mutants/matrix.py", *sys.argv[1:]])
+    return {"command": command, "versions": versions(), "machine": machine}
+
+
+def parser() -> argparse.ArgumentParser:
+    known = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known.add_argument("--seeds", type=int, nargs="+", default=SEEDS, metavar="N", help="of the runs (default 1 to 5)")
+    known.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (default: the cores)"
+    )
+    known.add_argument("--only", default="*", metavar="PATTERN", help="mutants by name, a shell pattern")
+    known.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for one mutant and seed")
+    known.add_argument(
+        "--examples", type=int, metavar="N", help=f"default: the quick profile's; {IDLE_EXAMPLES} (idle)"
+    )
+    known.add_argument("--idle", action="store_true", help="what could be switched off, and which mutants then live")
+    known.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
+    known.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    known.add_argument("--catalogue", default=CATALOGUE, metavar="MODULE", help="where MUTANTS are")
+    known.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    return known
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    known = parser()
+    asked = known.parse_args()
+    if "pagefuzz" not in sys.modules:
+        import_this_tree()
+    if asked.work:
+        from pagefuzz.tests.mutants.jobs import Shop
+        from pagefuzz.tests.mutants.workers import serve
+
+        serve(Shop(asked.catalogue))
+    if min(asked.workers, asked.limit, *asked.seeds, asked.examples or 1) <= 0:
+        known.error("--workers, --limit, --seeds and --examples must be above 0")
+    for path in (asked.markdown, asked.json):
+        if path is not None and not path.resolve().parent.is_dir():
+            known.error(f"{path}: there is no folder {path.resolve().parent}")
+    try:
+        mutants = chosen(asked.catalogue, asked.only)
+    except ImportError as error:
+        known.error(f"--catalogue {asked.catalogue}: {error}")
+    if not mutants:
+        known.error(
+            f"--only {asked.only}: no mutant has such a name; there are {', '.join(chosen(asked.catalogue, '*'))}"
+        )
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        return _idle(asked) if asked.idle else _matrix(asked)
+    except KeyboardInterrupt:
+        print("interrupted: no process is left, and nothing is written", file=sys.stderr)
+        return 130
+    except RuntimeError as error:  # a process that does not start
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _matrix(asked: argparse.Namespace) -> int:
+    print(f"seeds {' '.join(map(str, asked.seeds))}", flush=True)
+    report = matrix(asked.catalogue, asked.only, asked.seeds, asked.examples, asked.workers, asked.limit)
+    whole = asked.only == "*" and asked.catalogue == CATALOGUE
+    print(report.terminal(shutil.get_terminal_size((200, 50)).columns))
+    report.write(asked.markdown, asked.json)
+    problems = report.problems(every_invariant=whole)
+    print(*(f"FAILED: {sentence}" for sentence in problems), sep="\n", end="\n" if problems else "")
+    print(report.headline(), f"{report.about['seconds']} s.", "Failed." if problems else "Nothing fails.")
+    return int(bool(problems))
+
+
+def _idle(asked: argparse.Namespace) -> int:
+    from pagefuzz.tests.mutants import idle
+
+    mutants = chosen(asked.catalogue, asked.only)
+    seed, examples = asked.seeds[0], asked.examples or IDLE_EXAMPLES
+    jobs = [{"mutant": name, "what": "idle", "seed": seed, "examples": examples} for name in mutants]
+    started = time.monotonic()
+    done = {job["mutant"]: result for job, result in work(jobs, asked.catalogue, asked.workers, asked.limit)}
+    about = {**about_run(asked.workers), "seed": seed, "examples": examples}
+    found = idle.Idle({**about, "seconds": round(time.monotonic() - started)}, done)
+    print(found.text())
+    found.write(asked.markdown, asked.json)
+    return int(any(how in result for result in done.values() for how in ("crashed", "hung", "error")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Runs jobs in processes that may die or hang: each job is one line of JSON to a process, and one line back.
+
+A process that dies or takes too long is noted and replaced by a fresh one. (The pools of the standard library give up
+all of their jobs when one of their processes dies.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+Job = dict[str, Any]
+Result = dict[str, Any]
+START_LIMIT = 300.0  # seconds to import everything, on a busy machine
+TAIL = 300  # characters of what a dead process said last
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[str]
+    said: IO[str]  # its standard error
+    since: float
+    job: Job | None = None
+    ready: bool = False
+    line: list[str] = field(default_factory=list)
+
+    def last_words(self) -> str:
+        self.said.seek(0)
+        return " ".join(self.said.read().split())[-TAIL:]
+
+
+def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> Iterator[tuple[Job, Result]]:
+    """Each job with its result, in the order in which they end.
+
+    command: starts a process that calls `serve`. limit: seconds that one job may take. The result of a job whose
+    process died is {"crashed": how}, of one that took too long {"hung": how}, of one that raised {"error": traceback}.
+    Leaves no process behind, however it ends. Raises RuntimeError where a process does not even start.
+    """
+    waiting = deque(jobs)
+    selector = selectors.DefaultSelector()
+    alive: list[_Worker] = []
+    scratch = tempfile.TemporaryDirectory()  # what they leave behind goes with it
+    start = partial(_start, command, scratch.name, selector)
+    try:
+        for _ in range(min(workers, len(waiting))):
+            alive.append(start())
+        while waiting or any(worker.job for worker in alive):
+            for key, _ in selector.select(timeout=0.2):
+                worker = key.data
+                answer = os.read(key.fd, 1 << 16).decode()
+                worker.line.append(answer)
+                ended = not answer
+                if not ended and not answer.endswith("\n"):
+                    continue
+                text, worker.line = "".join(worker.line), []
+                if ended:
+                    yield from _died(worker, start, selector, alive)
+                elif not worker.ready:
+                    worker.ready = True
+                else:
+                    job, worker.job = worker.job, None
+                    assert job is not None
+                    yield job, json.loads(text)
+            for worker in list(alive):
+                spent = time.monotonic() - worker.since
+                if worker.ready and worker.job is None and waiting:
+                    worker.job, worker.since = waiting.popleft(), time.monotonic()
+                    assert worker.process.stdin is not None
+                    try:
+                        worker.process.stdin.write(json.dumps(worker.job) + "\n")
+                        worker.process.stdin.flush()
+                    except BrokenPipeError:
+                        pass  # it is dead, as its other pipe will say
+                elif not worker.ready and spent > START_LIMIT:
+                    raise RuntimeError(f"a process did not start within {START_LIMIT:.0f} s: {worker.last_words()}")
+                elif worker.job is not None and spent > limit:
+                    job = worker.job
+                    _replace(worker, start, selector, alive)
+                    yield job, {"hung": f"did not end within {limit:g} s"}
+    finally:
+        for worker in alive:
+            _end(worker)
+        selector.close()
+        scratch.cleanup()
+
+
+def _start(command: list[str], scratch: str, selector: selectors.BaseSelector) -> _Worker:
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with its process
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        env={**os.environ, "TMPDIR": scratch},
+    )
+    worker = _Worker(process, said, time.monotonic())
+    assert process.stdout is not None
+    selector.register(process.stdout, selectors.EVENT_READ, worker)
+    return worker
+
+
+def _end(worker: _Worker) -> None:
+    worker.process.kill()
+    worker.process.wait()
+    for stream in (worker.process.stdout, worker.said, worker.process.stdin):
+        try:
+            if stream is not None:
+                stream.close()
+        except BrokenPipeError:
+            pass
+
+
+def _replace(
+    worker: _Worker, start: Callable[[], _Worker], selector: selectors.BaseSelector, alive: list[_Worker]
+) -> None:
+    assert worker.process.stdout is not None
+    selector.unregister(worker.process.stdout)
+    _end(worker)
+    alive[alive.index(worker)] = start()
+
+
+def _died(
+    worker: _Worker, start: Callable[[], _Worker], selector: selectors.BaseSelector, alive: list[_Worker]
+) -> Iterator[tuple[Job, Result]]:
+    status, words = worker.process.wait(), worker.last_words()
+    said = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.Signals(-status).name}"
+    if worker.job is None:
+        raise RuntimeError(f"a process ended without a job ({said}): {words}")
+    job = worker.job
+    _replace(worker, start, selector, alive)
+    yield job, {"crashed": said + (f": {words}" if words else "")}
+
+
+def serve(work: Callable[[Job], Result]) -> None:
+    """The other side: does one job after the other until its standard input ends, and ends then, even amid a job.
+
+    What a job prints goes to standard error.
+    """
+    import queue
+    import threading
+    import traceback
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            asked.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    print("ready", file=answers, flush=True)
+    while True:
+        job = json.loads(asked.get())
+        try:
+            result = work(job)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        print(json.dumps(result), file=answers, flush=True)
+
+
+def command_of(script: Path, *options: str) -> list[str]:
+    """The command that runs a script of the tree with this Python."""
+    return [sys.executable, "-P", str(script), *options]

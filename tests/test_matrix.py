@@ -1,0 +1,302 @@
+"""The kill matrix on a sample: one mutant for each invariant, and planted ones that must fail the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagefuzz.fuzz.session import choose, load_own
+from pagefuzz.fuzz.verdict import PASS, Judge
+from pagefuzz.oracles.invariant import invariants
+from pagefuzz.strategies.case import Sequence
+from pagefuzz.strategies.layouts import GARBAGE
+from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
+from pagefuzz.tests.commands import TREE, environ, group
+from pagefuzz.tests.killing import runner
+from pagefuzz.tests.mutants import idle, jobs, other_checks, report
+from pagefuzz.tests.mutants.catalogue import MUTANTS
+from pagefuzz.tests.mutants.features import words
+from pagefuzz.tests.mutants.matrix import matrix
+from pagefuzz.tests.mutants.report import Report, Row
+
+SCRIPT = Path(report.__file__).with_name("matrix.py")
+PLANTED = "pagefuzz.tests.mutants.planted"
+SEED = 1
+
+
+def sample() -> list[Any]:
+    """The first mutant that names each invariant."""
+    named = {mutant.invariant: mutant for mutant in reversed(MUTANTS)}
+    return [named[item.id] for item in invariants() if item.id in named]
+
+
+@pytest.mark.parametrize("mutant", sample(), ids=lambda mutant: f"{mutant.invariant}-{mutant.name}")
+def test_a_mutant_of_each_invariant_passes_the_matrix(mutant: Any, tmp_path: Path) -> None:
+    row = Row(mutant.name, mutant.operation, mutant.kernel, mutant.origin, mutant.invariant)
+    row.kills = [jobs.kill(mutant, mutant.build(tmp_path), SEED, None)]
+    assert row.problems() == []
+    made = Report({"command": "none", "seeds": [SEED]}, [row])
+    markdown, plain = tmp_path / "matrix.md", tmp_path / "matrix.json"
+    made.write(markdown, plain)
+    assert report.read(plain) == made
+    line = next(line for line in markdown.read_text().splitlines() if line.startswith(f"| {mutant.name} |"))
+    assert [cell.strip() for cell in line.split("|")][2] == mutant.invariant
+    assert f"{row.examples[0]} ({row.examples[0]})" in line
+
+
+def run_script(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environ(**more), timeout=300, check=False)
+
+
+MUST_FAIL = {
+    "right": "survived with seed 1: all 40 examples passed",
+    "aborts": "crashed its process with seed 1 (signal 6, SIGABRT)",
+    "hangs": "hung with seed 1: did not end within 8 s",
+    "seen_by_another": "is not seen by I17, which it names; seen by I4",
+    "names_a_vaguer_one": "is not seen by I14, which it names; seen by I4",
+    "no_longer_applies": "could not be judged with seed 1: ValueError: mutant no_longer_applies: 'text that stands",
+}
+
+
+def test_what_must_fail_the_run_does(tmp_path: Path) -> None:
+    path = tmp_path / "matrix.json"
+    # Enough seconds for the examples of the right one on a busy machine.
+    options = ("--seeds", "1", "--examples", "40", "--workers", "2", "--limit", "8", "--json", str(path))
+    done = run_script("--catalogue", PLANTED, *options)
+    content = json.loads(path.read_text())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0] == "seeds 1"
+    for name, sentence in MUST_FAIL.items():
+        first = next(said for said in content["problems"] if said.startswith(f"{name} "))
+        assert first.startswith(f"{name} {sentence}")
+        assert f"FAILED: {first}" in done.stdout.splitlines()
+    assert {said.split()[0] for said in content["problems"]} == set(MUST_FAIL)  # so not off_by_one
+    assert content["headline"].startswith("7 mutants: pagefuzz kills 3, grid 5, equal 5, tiny 0.")
+    row = next(row for row in content["mutants"] if row["mutant"] == "aborts")
+    assert "crashed" in row["others"]["grid"]
+
+
+def kill(seed: int, examples: int, named: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    judged = {"named": named, "also": list(also), "shapes": "T=1", "case": "", "smallest": True}
+    return {"seed": seed, "examples": examples, "seconds": 0.1, "found": judged, "shrunk": judged}
+
+
+def row_of(*kills: dict[str, Any], invariant: str = "I4") -> Row:
+    return Row("m", "slot_mapping", "torch_slot_mapping", "", invariant, [], list(kills))
+
+
+def test_the_majority_of_the_seeds_names_it() -> None:
+    mostly = row_of(kill(1, 1, "I4"), kill(2, 1, "I4"), kill(3, 1, "I9", ("I4",)))
+    assert mostly.problems() == []
+    seldom = row_of(kill(1, 1, "I4"), kill(2, 1, "I9", ("I4",)), kill(3, 1, "I9", ("I4",)))
+    assert seldom.problems() == ["m is named I9 2 times, I4 1 times, where it states I4"]
+    seldom.or_also = ["I9"]
+    assert seldom.problems() == []
+
+
+def test_slow_kills_fail_the_run() -> None:
+    assert row_of(kill(1, 1501, "I4")).problems() == ["m took 1501 examples with seed 1, where 1500 is the limit"]
+    slow = Report({}, [row_of(kill(1, 21, "I4"))])
+    assert slow.problems() == ["the median mutant takes 21 examples, where 20 is the limit"]
+    assert slow.weak() == ["m"]
+    fast = Report({}, [row_of(kill(1, 20, "I4")), row_of(kill(1, 20, "I4")), row_of(kill(1, 1500, "I4"))])
+    assert fast.problems() == []
+    assert "Median 20 examples to the kill, worst 1500." in fast.headline()
+
+
+def test_an_invariant_that_names_no_mutant_fails_the_run() -> None:
+    problems = Report({}, [row_of(kill(1, 1, "I4"))]).problems(every_invariant=True)
+    assert len(problems) == len(invariants()) - 1
+    assert problems[0] == "I0 names no mutant: give it one in the catalogue, or remove it"
+
+
+def test_first_and_alone_are_told_apart() -> None:
+    counts = Report({}, [row_of(kill(1, 1, "I4")), row_of(kill(1, 1, "I3", ("I4",)))]).by_invariant()
+    assert counts["I4"] == {"named": 1, "sees": 2, "alone": 1}
+    assert counts["I3"] == {"named": 1, "sees": 1, "alone": 0}
+
+
+def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "matrix.json"
+    arguments = ("--catalogue", PLANTED, "--only", "hangs", "--workers", "2", "--seeds", "1", "2", "--json", str(path))
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SCRIPT), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ(TMPDIR=str(tmp_path)),
+        start_new_session=True,
+    )
+    until = time.monotonic() + 120
+    while len(group(process.pid)) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(group(process.pid)) == 3  # the run and its two processes
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: no process is left" in said
+    assert group(process.pid) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_readme_says_what_the_page_says() -> None:
+    page, readme = ((TREE / name).read_text() for name in ("docs/mutants-matrix.md", "README.md"))
+    headline = page.split("\n\n")[1]
+    assert "mutants: pagefuzz kills" in headline
+    assert f"**{headline}**" in readme, "write the headline of docs/mutants-matrix.md into the README"
+    assert "## What fails" not in page
+
+
+def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SCRIPT), "--catalogue", PLANTED, "--only", "hangs", "--workers", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environ(),
+        start_new_session=True,
+    )
+    until = time.monotonic() + 120
+    while len(group(process.pid)) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    while group(process.pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert group(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--only", "no such"), "--only no such: no mutant has such a name; there are right, aborts"),
+        (("--workers", "0"), "--workers, --limit, --seeds and --examples must be above 0"),
+        (("--json", "no/such/folder.json"), "no/such/folder.json: there is no folder"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    done = run_script("--catalogue", PLANTED, *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_the_function_behind_the_command(tmp_path: Path) -> None:
+    found = matrix(PLANTED, "off_by_one", [1, 2], 20, 1, 60.0, checks=False)
+    assert [kill["seed"] for kill in found.rows[0].kills] == [1, 2]
+    assert found.problems() == []
+
+
+# ---- other checks
+
+
+def own() -> dict[str, Any]:
+    load_own()
+    return choose([])
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    # A pair's decode is asked on its own, so once is enough for the pair.
+    [(name, check) for name in own() for check in other_checks.CHECKS if "+" not in name or check == "grid"],
+)
+def test_the_projects_own_kernels_pass_the_checks_that_others_use(name: str, check: str) -> None:
+    said = other_checks.ask(check, own()[name])
+    assert "silent" in said if check == "tiny" and name.endswith(("mapping", "_cache")) else said["passed"] >= 1
+
+
+@pytest.mark.parametrize("check", other_checks.CHECKS)
+def test_the_checks_that_others_use_catch_what_is_plainly_wrong(check: str) -> None:
+    kernel = own()["torch_paged_decode_attention"]
+    wrong = replace(kernel, call=lambda *arguments: kernel.call(*arguments) + 0.5)
+    assert "out: off by up to 0.5" in other_checks.ask(check, wrong)["killed"]
+
+
+# ---- idle
+
+
+def failure(features: tuple[str, ...], *seen: str) -> dict[str, Any]:
+    return {"features": list(features), "invariants": list(seen)}
+
+
+def test_who_lives_without_what() -> None:
+    drawn = {"rare": 5, "common": 99, "other": 50}
+    found = {
+        "cases": 100,
+        "drawn": drawn,
+        "lives without the dense oracle": True,
+        "failures": [failure(("rare", "common"), "I4"), failure(("rare", "common", "other"), "I4")],
+    }
+    both = {**found, "failures": [failure(("rare",), "I4"), failure(("other",), "I4", "I7")]}
+    result = idle.Idle({}, {"one": found, "both": {**both, "lives without the dense oracle": False}})
+    assert result.without_feature() == {"rare": ["one"], "common": [], "other": []}  # common by chance
+    lives = {name: names for name, names in result.without_invariant().items() if names}
+    assert lives == {"I4": ["one"], "all that need one run only": ["one"]}
+    assert result.without_dense_oracle() == ["one"]
+    assert "other" in result.idle()[1] and "I7" in result.idle()[0]
+    none = idle.Idle({}, {"quiet": {"cases": 1, "drawn": {}, "failures": []}, "dead": {"crashed": "signal 6"}})
+    assert none.unjudged() == ["quiet (no failure)", "dead (crashed: signal 6)"]
+
+
+def test_idle_prints_and_writes(tmp_path: Path) -> None:
+    path, page = tmp_path / "idle.json", tmp_path / "idle.md"
+    options = (
+        "--only",
+        "off_by_one",
+        "--examples",
+        "30",
+        "--workers",
+        "1",
+        "--json",
+        str(path),
+        "--markdown",
+        str(page),
+    )
+    done = run_script("--catalogue", PLANTED, "--idle", *options)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(path.read_text())
+    assert content["invariants"]["I4"] == ["off_by_one"] == content["without the dense oracle"]
+    assert "| I4 | 1 | off_by_one |" in page.read_text()
+    assert "No mutant lives without, of the features:" in done.stdout
+
+
+def test_what_memory_and_relations_see_without_the_dense_oracle(tmp_path: Path) -> None:
+    known = jobs.mutants("pagefuzz.tests.mutants.catalogue")
+    stray = jobs.kill(known["key_put_back"], known["key_put_back"].build(tmp_path), SEED, None)
+    assert stray["shrunk"]["named"] == "I6"
+    case, kernel = first_failure(known["block_id_breaks_ties"].build(tmp_path))
+    assert jobs.seen_without_dense_oracle(kernel, case) == ("I7",)
+    case, kernel = first_failure(known["softmax_in_bfloat16"].build(tmp_path))
+    assert jobs.seen_without_dense_oracle(kernel, case) == ()
+    assert Judge(kernel, runner()).verdict(case).named == "I4"  # and afterwards the oracle is there again
+
+
+def first_failure(kernel: Any) -> tuple[Any, Any]:
+    judge = Judge(kernel, runner())
+    found: list[Any] = []
+
+    def look(case: Any) -> bool:
+        if judge.verdict(case).kind != PASS:
+            found.append(case)
+        return bool(found)
+
+    jobs.drawn(judge, SEED, 500, look)
+    return found[0], kernel
+
+
+def test_words_of_a_tail() -> None:
+    rows = (Sequence((1,), (GARBAGE, -1, 1), 1), Sequence((0,), (2**31 - 1, 9, 2), 2))
+    case = SlotMappingCase(block_size=2, num_blocks=4, sequences=rows, tokens=(Token(0, 0),), order=1)
+    said = words(case)
+    kinds = {"garbage", "minus_one", "live", "int32_max", "past_pool", "free"}
+    assert {word for word in said if word.startswith("tail ")} == {f"tail {kind}" for kind in kinds}
+    assert {"order descending", "free blocks", "blocks out of order", "context length 1", "lengths differ"} <= said
+    assert "order shuffled" not in said and "offset past 2^32" not in said
