@@ -889,7 +889,7 @@ def test_a_shared_page_holds_the_tokens_of_its_first_owner() -> None:
             TABLE,
             {"values": "bit_patterns"},
             "values='bit_patterns' is not one of ordinary, large_logits, shifted_rows, large_values, ascending_rows, "
-            "rows_modulo, rows_quotient, heads_by_value, heads_by_key, needles",
+            "low_scores, rows_modulo, rows_quotient, heads_by_value, heads_by_key, needles",
         ),
         (WRITES, {"values": "rows_modulo"}, "values='rows_modulo' is not one of ordinary, bit_patterns, signed_zeros"),
         (TABLE, {"index_dtype": "int8"}, "index_dtype='int8' is not int32 or int64"),
