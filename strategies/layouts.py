@@ -326,7 +326,7 @@ class Paged(Case):
         return replace(self, block_size=block_size, num_blocks=max(next_id, 1)).fitted(rows, width)
 
     def same_pages(self, block_size: int) -> Self:
-        """Fewer tokens in the same blocks, each with fewer slots: where blocks lie, and in what order, stays as it is."""
+        """Fewer tokens in the same blocks, each with fewer slots: where the blocks lie stays as it is."""
         lengths = [self._place(max(row.context_len - 1, 0), block_size) + 1 for row in self.sequences]
         rows = [
             replace(row, context_len=length if row.context_len else 0)

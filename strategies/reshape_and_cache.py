@@ -314,6 +314,7 @@ class ReshapeAndCacheCase(WithCaches):
             yield replace(self, index_dtype="int64")
         if any(slot < -1 for slot in slots):
             yield replace(self, slots=tuple(max(slot, -1) for slot in slots))
+        if any(slot < -2 for slot in slots):
             yield replace(self, slots=tuple(max(slot, -2) for slot in slots))
         blocks = list(dict.fromkeys(slot // self.block_size for slot in slots if slot >= 0))
         for order in (blocks, sorted(blocks)):
