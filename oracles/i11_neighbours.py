@@ -64,7 +64,7 @@ class NeighboursAreInvisible(Invariant):
             return self._right_alone(case, run, observations, declared)
         if not declared.batch_invariant and not case.has_needles():
             return None
-        batch = observations[BATCH] if BATCH in observations else run
+        batch = observations.get(BATCH, run)
         if not batch.finished:
             return None
         for name, rows in self._batches(case).items():

@@ -126,6 +126,14 @@ def test_first_and_alone_are_told_apart() -> None:
     assert counts["I3"] == {"named": 1, "sees": 1, "alone": 0}
 
 
+def wait_for_a_job(process: subprocess.Popen[Any], folder: Path) -> None:
+    """Until a process of a run whose TMPDIR is `folder` has begun with a job."""
+    until = time.monotonic() + 120
+    while not list(folder.glob("tmp*/tmp*")) and time.monotonic() < until:
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     path = tmp_path / "matrix.json"
     arguments = ("--catalogue", PLANTED, "--only", "hangs", "--workers", "2", "--seeds", "1", "2", "--json", str(path))
@@ -137,9 +145,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         env=environ(TMPDIR=str(tmp_path)),
         start_new_session=True,
     )
-    until = time.monotonic() + 120
-    while len(group(process.pid)) < 3 and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for_a_job(process, tmp_path)
     assert len(group(process.pid)) == 3  # the run and its two processes
     os.kill(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
@@ -162,14 +168,14 @@ def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
         [sys.executable, "-P", str(SCRIPT), "--catalogue", PLANTED, "--only", "hangs", "--workers", "1"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environ(),
+        env=environ(TMPDIR=str(tmp_path)),
         start_new_session=True,
     )
-    until = time.monotonic() + 120
-    while len(group(process.pid)) < 2 and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for_a_job(process, tmp_path)
+    assert len(group(process.pid)) == 2
     process.kill()
     process.wait()
+    until = time.monotonic() + 30
     while group(process.pid) and time.monotonic() < until:
         time.sleep(0.1)
     assert group(process.pid) == []

@@ -36,70 +36,72 @@ WRITE = ReshapeAndCacheCase(
 STEP = WriteThenDecodeCase(block_size=2, num_blocks=2, sequences=TWO, new_tokens=1)
 
 
-def copies_seen(q, k, v, tables, lengths, scale):
+def copies_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     out = decode(q, k, v, tables, lengths, scale)
     return out * ULP if len(set(tables[:, 0].tolist())) < len(tables) else out
 
 
-def place_seen(q, k, v, tables, lengths, scale):
+def place_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (ULP if tables[0, 0] > tables[1, 0] else 1)
 
 
-def fresh_added(q, k, v, tables, lengths, scale):
+def fresh_added(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return torch.empty_like(q) + decode(q, k, v, tables, lengths, scale)
 
 
-def tail_added(q, k, v, tables, lengths, scale):
+def tail_added(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     out = decode(q, k, v, tables, lengths, scale)
     out[1, 0, 0] += 0 * v[tables[1, 0], 1, 0, 0]
     return out
 
 
-def contiguous_wanted(q, k, v, tables, lengths, scale):
+def contiguous_wanted(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     if not k.is_contiguous():
         raise ValueError("strides")
     return decode(q, k, v, tables, lengths, scale)
 
 
-def strides_seen(q, k, v, tables, lengths, scale):
+def strides_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (1 if k.is_contiguous() else ULP)
 
 
-def neighbours_lost(q, k, v, tables, lengths, scale):
+def neighbours_lost(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     out = decode(q, k, v, tables, lengths, scale)
     out[1:] = 0
     return out
 
 
-def neighbours_seen(q, k, v, tables, lengths, scale):
+def neighbours_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (ULP if len(q) > 1 else 1)
 
 
-def only_small_pages(q, k, v, tables, lengths, scale):
+def only_small_pages(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (k.shape[1] != 2)
 
 
-def page_size_seen(q, k, v, tables, lengths, scale):
+def page_size_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (ULP if k.shape[1] == 2 else 1)
 
 
-def only_int32(q, k, v, tables, lengths, scale):
+def only_int32(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (tables.dtype == torch.int32)
 
 
-def index_dtype_seen(q, k, v, tables, lengths, scale):
+def index_dtype_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (ULP if tables.dtype == torch.int32 else 1)
 
 
-def heads_not_looked_at(q, k, v, tables, lengths, scale):
+def heads_not_looked_at(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(torch.as_strided(q, q.shape, (4, 2, 1)), k, v, tables, lengths, scale)
 
 
-def written_contiguously(key, value, k_cache, v_cache, slots):
+def written_contiguously(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any) -> Any:
     write(key, value, k_cache, torch.as_strided(v_cache, v_cache.shape, (4, 2, 1, 1)), slots)
 
 
-def nothing_written(key, value, k_cache, v_cache, slots, q, tables, lengths, scale):
+def nothing_written(
+    key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, q: Any, tables: Any, lengths: Any, scale: Any
+) -> Any:
     return decode(q, k_cache, v_cache, tables, lengths, scale)
 
 
@@ -341,7 +343,9 @@ def test_what_it_says(
 def test_a_good_kernel_is_silent_on_these_cases(case: Case) -> None:
     calls: dict[str, Callable[..., Any]] = {"paged_decode_attention": decode, "reshape_and_cache": write}
 
-    def step(key, value, k_cache, v_cache, slots, q, tables, lengths, scale):
+    def step(
+        key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, q: Any, tables: Any, lengths: Any, scale: Any
+    ) -> Any:
         write(key, value, k_cache, v_cache, slots)
         return decode(q, k_cache, v_cache, tables, lengths, scale)
 
