@@ -13,8 +13,9 @@ import pytest
 
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.oracles.invariant import invariants
-from pagefuzz.strategies import CASES
 from pagefuzz.strategies.case import Sequence
+from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
+from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.tests.killing import find
 from pagefuzz.tests.mutants.catalogue import MUTANTS
 from pagefuzz.tests.mutants.mutant import DECLARED, Mutant, good_kernel
@@ -120,7 +121,7 @@ def test_page_and_catalogue_name_the_same_mutants() -> None:
 
 def decode(**fields: Any) -> Any:
     row = Sequence((0,), (), 1)
-    return CASES["paged_decode_attention"](**{"block_size": 1, "num_blocks": 1, "sequences": (row,), **fields})
+    return PagedDecodeAttentionCase(**{"block_size": 1, "num_blocks": 1, "sequences": (row,), **fields})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def decode(**fields: Any) -> Any:
         (decode(dtype="float16"), Smallest(other=("dtype",))),
         (decode(num_blocks=2**31 + 1, sequences=(Sequence((2**31,), (), 1),)), Smallest(far=True)),
         (decode(num_blocks=2**31 + 1, sequences=(Sequence((2**31,), (), 1),)), Smallest(far=None)),
-        (CASES["reshape_and_cache"](block_size=1, num_blocks=2, slots=(0, 1)), Smallest(tokens=2)),
+        (ReshapeAndCacheCase(block_size=1, num_blocks=2, slots=(0, 1)), Smallest(tokens=2)),
     ],
 )
 def test_smallest_is_as_large_as_it_says_and_no_larger(case: Any, needed: Smallest) -> None:
