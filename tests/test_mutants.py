@@ -101,7 +101,7 @@ def test_page_names_every_published_bug_and_pitfall() -> None:
     rows = table("Published bugs")
     assert [row[0] for row in rows] == ids and len(ids) == 143
     for row in rows:
-        assert re.search(r"#\d|[0-9a-f]{10}|b/\d", row[1]), f"{row[0]}: {row[1]!r} is no report"
+        assert re.search(r"#\d|[0-9a-f]{8}|b/\d", row[1]), f"{row[0]}: {row[1]!r} is no report"
     pitfalls = table("Pitfalls of the tutorials")
     assert [row[0] for row in pitfalls] == [f"S{number}" for number in range(1, PITFALLS + 1)]
     for name, _, said in (*rows, *pitfalls):
