@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pagefuzz.tests.mutants import decodes, others, slots, writes
 from pagefuzz.tests.mutants.mutant import Mutant
+from pagefuzz.tests.mutants.smallest import Smallest
 
 HND, PACKED, STRIDED = ({"cache_layouts": ("contiguous", kind)} for kind in ("hnd", "packed", "strided"))
-
-
-def one_token(case: Any) -> bool:
-    """One token, one head, one dim, in the first block of a pool."""
-    return len(case.slots) == 1 and case.num_kv_heads == case.head_dim == case.block_size == 1 and not case.extra_rows
-
-
-def one_sequence(case: Any, tokens: int = 1, heads: int = 1, block_size: int = 1) -> bool:
-    """One sequence of so many tokens, so many query heads on one kv head or one on each, one dim."""
-    return (
-        case.context_lens == (tokens,)
-        and case.num_heads <= heads
-        and case.head_dim == 1
-        and case.block_size <= block_size
-        and case.width <= len(case.sequences[0].blocks) + 1
-        and (case.dtype, case.q_padding, case.table_padding) == ("float32", 0, 0)
-    )
-
 
 WRITES = (
     Mutant(
@@ -34,7 +15,7 @@ WRITES = (
         (("(slot_mapping >= 0).nonzero().squeeze(1)", 'torch.arange(sizes["T"], device=slot_mapping.device)'),),
         "seeds: slot -1 is the last slot of the pool; flashinfer#2792",
         "I1",
-        lambda case: one_token(case) and case.slots == (-1,),
+        Smallest(),
     ),
     Mutant(
         "triton_padding_not_skipped",
@@ -42,7 +23,7 @@ WRITES = (
         (("tl.where(slot >= 0, SIZE, 0)", "SIZE"),),
         "seeds: slot -1 lies before the start of the cache",
         "I1",
-        lambda case: one_token(case) and case.slots == (-1,),
+        Smallest(),
     ),
     Mutant(
         "int32_slot_product",
@@ -50,7 +31,7 @@ WRITES = (
         (("tl.load(slot_mapping_ptr + token).to(tl.int64)", "tl.load(slot_mapping_ptr + token).to(tl.int32)"),),
         "vllm#1514, lightllm#907",
         "I9",
-        lambda case: len(case.slots) == 1 and case.is_far() and not (case.extra_rows or case.fused),
+        Smallest(far=True),
     ),
     Mutant(
         "sign_of_zero_lost",
@@ -58,7 +39,7 @@ WRITES = (
         (("k_cache[blocks, offsets] = key[tokens]", "k_cache[blocks, offsets] = key[tokens] + 0"),),
         "a copy through arithmetic",
         "I6",
-        lambda case: one_token(case) and case.slots == (0,),
+        Smallest(other=("values",)),
     ),
     Mutant(
         "tokens_and_slots_out_of_step",
@@ -66,7 +47,7 @@ WRITES = (
         (("slots = slot_mapping[tokens].long()", "slots = slot_mapping[tokens.flip(0)].long()"),),
         "vllm#31540: tokens and slots out of step",
         "I6",
-        lambda case: len(case.slots) == 2 and case.num_kv_heads == case.head_dim == 1,
+        Smallest(tokens=2),
     ),
     Mutant(
         "empty_batch_launches",
@@ -79,7 +60,7 @@ WRITES = (
         ),
         "flashinfer#353: nothing to do is an error",
         "I13",
-        lambda case: case.slots == () and case.num_kv_heads == case.head_dim == 1,
+        Smallest(tokens=0),
     ),
     Mutant(
         "shapes_not_compared",
@@ -90,7 +71,7 @@ WRITES = (
         ),
         "flashinfer#320, flashinfer#4044",
         "I16",
-        lambda case: len(case.slots) <= 2 and case.num_kv_heads == 1,
+        Smallest(),
     ),
     Mutant(
         "token_written_by_two_programs",
@@ -98,7 +79,7 @@ WRITES = (
         (('reshape_and_cache_kernel[(sizes["T"],)](', 'reshape_and_cache_kernel[(sizes["T"], 2)]('),),
         "a grid of more programs than there is work for: the right token, written twice",
         "I17",
-        lambda case: one_token(case) and case.slots == (0,) and case.order == 0,
+        Smallest(),
     ),
     Mutant(
         "key_put_back",
@@ -112,7 +93,7 @@ WRITES = (
         ),
         "a store to an input, of the bits that lie there, which races with whoever reads it",
         "I6",
-        lambda case: one_token(case) and case.slots == (0,),
+        Smallest(),
     ),
     Mutant(
         "written_into_a_contiguous_copy",
@@ -126,7 +107,7 @@ WRITES = (
         ),
         "flashinfer#527: contiguous() is a view of one layout and a copy of another",
         "I10",
-        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1 and case.block_size == 2,
+        Smallest(kv_heads=2, block_size=2, other=("layouts",)),
         declares=HND,
     ),
     Mutant(
@@ -135,7 +116,7 @@ WRITES = (
         (("slot_mapping[tokens].long()", "slot_mapping.view(torch.int32)[tokens].long()"),),
         "flashinfer#697: int64 accepted, then read as int32",
         "I14",
-        lambda case: len(case.slots) == 2 and case.num_kv_heads == case.head_dim == 1 and case.block_size <= 2,
+        Smallest(tokens=2),
     ),
     Mutant(
         "strided_heads_of_the_source_accepted",
@@ -148,7 +129,7 @@ WRITES = (
         ),
         "flashinfer#4044: strides of a source are neither used nor looked at",
         "I16",
-        lambda case: len(case.slots) + case.extra_rows == 1 and case.num_kv_heads * case.head_dim == 2,
+        Smallest(kv_heads=2, head_dim=2),
     ),
     Mutant(
         "slots_with_a_stride_accepted",
@@ -156,7 +137,7 @@ WRITES = (
         (('if contiguous == "whole" and not tensor', 'if contiguous == "all" and not tensor'),),
         "flashinfer#4044: the same of an index tensor",
         "I16",
-        lambda case: len(case.slots) == 2 and case.num_kv_heads == case.head_dim == 1,
+        Smallest(tokens=2),
     ),
     Mutant(
         "cache_layout_taken_for_granted",
@@ -167,7 +148,7 @@ WRITES = (
         ),
         "flashinfer#527, FlagGems#3410: a layout that is not supported is not refused either",
         "I16",
-        lambda case: len(case.slots) <= 1 and case.num_kv_heads * case.block_size <= 2 and case.head_dim <= 2,
+        Smallest(),
     ),
     Mutant(
         "head_stride_ignored",
@@ -178,7 +159,7 @@ WRITES = (
         ),
         "flashinfer#527: contiguous inside a slot is taken for granted: right until a cache has its heads outside",
         "I10",
-        lambda case: len(case.slots) == 1 and case.num_kv_heads == 2 and case.head_dim == 1,
+        Smallest(kv_heads=2, block_size=2, other=("layouts",)),
         declares=HND,
     ),
 )
@@ -189,7 +170,7 @@ SLOTS = (
         (("position = positions[tokens].long()", "position = tokens"),),
         "seeds: a position counts within its own sequence",
         "I4",
-        lambda case: len(case.tokens) <= 2 and len(case.sequences) == 1 and case.sequences[0].context_len <= 2,
+        Smallest(tokens=2),
     ),
     Mutant(
         "int32_slots",
@@ -202,7 +183,7 @@ SLOTS = (
         ),
         "vllm#1514: slot_mapping itself in int32",
         "I9",
-        lambda case: len(case.tokens) == 1 and case.is_far(),
+        Smallest(far=True),
     ),
     Mutant(
         "table_read_as_int32",
@@ -210,7 +191,7 @@ SLOTS = (
         (("block_tables[", "block_tables.view(torch.int32)["),),
         "flashinfer#697: int64 accepted, then read as int32",
         "I14",
-        lambda case: len(case.tokens) == 1 and len(case.sequences) == 1,
+        Smallest(tokens=2),
     ),
 )
 DECODES = (
@@ -220,7 +201,7 @@ DECODES = (
         ((": -(-n // block_size)].long()", ": n // block_size].long()"),),
         "seeds: n // bs in place of ceil(n / bs)",
         "I3",
-        lambda case: one_sequence(case, block_size=2),
+        Smallest(block_size=2),
     ),
     Mutant(
         "triton_last_partial_page_dropped",
@@ -228,7 +209,7 @@ DECODES = (
         (("live = pos < n", "live = pos < n // BLOCK_SIZE * BLOCK_SIZE"),),
         "seeds: n // bs in place of ceil(n / bs)",
         "I3",
-        lambda case: one_sequence(case, block_size=2),
+        Smallest(block_size=2),
     ),
     Mutant(
         "whole_table_row_read",
@@ -236,7 +217,7 @@ DECODES = (
         (("block_tables[b, : -(-n // block_size)].long()", "block_tables[b].long()"),),
         "seeds: IndexError, or somebody else's page; vllm#42494",
         "I2",
-        lambda case: one_sequence(case) and len(case.sequences[0].tail) == 1,
+        Smallest(),
     ),
     Mutant(
         "table_load_unmasked",
@@ -244,7 +225,7 @@ DECODES = (
         (("pos // BLOCK_SIZE, mask=live, other=0).to(tl.int64)", "pos // BLOCK_SIZE).to(tl.int64)"),),
         "FlagGems#922, vllm#12848: reads past the row",
         "I2",
-        lambda case: one_sequence(case),
+        Smallest(),
     ),
     Mutant(
         "last_page_not_cut",
@@ -252,7 +233,7 @@ DECODES = (
         ((".flatten(0, 1)[:n].float()", ".flatten(0, 1).float()"),),
         "seeds: a row of zeros still weighs exp(0)",
         "I3",
-        lambda case: one_sequence(case, block_size=2),
+        Smallest(block_size=2),
         times=2,
     ),
     Mutant(
@@ -261,7 +242,7 @@ DECODES = (
         ((".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)"),),
         "seeds: repeat in place of repeat_interleave",
         "I5",
-        lambda case: one_sequence(case, tokens=case.context_lens[0], heads=4) and case.context_lens[0] <= 2,
+        Smallest(heads=4, kv_heads=2),
         times=2,
     ),
     Mutant(
@@ -275,7 +256,7 @@ DECODES = (
         ),
         "seeds: 1e-2 away from float32",
         "I4",
-        lambda case: one_sequence(case, tokens=case.context_lens[0], block_size=2) and case.context_lens[0] <= 3,
+        Smallest(tokens=2),
     ),
     Mutant(
         "tail_weighs_zero",
@@ -297,7 +278,7 @@ DECODES = (
         ),
         "vllm#641, flashinfer#941, jax 11cf85deb0: NaN * 0",
         "I8",
-        lambda case: one_sequence(case, block_size=2),
+        Smallest(block_size=2),
     ),
     Mutant(
         "torch_one_page_too_many",
@@ -310,7 +291,7 @@ DECODES = (
         ),
         "vllm#42494: stale entries are dereferenced, the result is masked",
         "I2",
-        lambda case: one_sequence(case) and len(case.sequences[0].tail) == 1,
+        Smallest(),
     ),
     Mutant(
         "triton_one_page_too_many",
@@ -318,7 +299,7 @@ DECODES = (
         (("pos // BLOCK_SIZE, mask=live, other=0)", "pos // BLOCK_SIZE, mask=pos < n + BLOCK_SIZE, other=0)"),),
         "FlagGems#922: one entry past the row",
         "I2",
-        lambda case: one_sequence(case),
+        Smallest(),
     ),
     Mutant(
         "empty_row_unwritten",
@@ -331,7 +312,7 @@ DECODES = (
         ),
         "vllm#37442: the output of empty rows stays unwritten",
         "I13",
-        lambda case: case.context_lens == (0,) and case.num_heads == case.head_dim == 1,
+        Smallest(tokens=0),
     ),
     Mutant(
         "rescale_lost",
@@ -339,7 +320,7 @@ DECODES = (
         (("acc * rescale[:, None], input_precision", "acc, input_precision"),),
         "wrong only from the second step of the online softmax on",
         "I4",
-        lambda case: len(case.sequences) == 1 and case.context_lens[0] <= 80,  # the kernel takes 64 keys a step
+        Smallest(tokens=68, heads=5, head_dim=128, other=("values",)),  # the kernel takes 64 keys a step
     ),
     Mutant(
         "block_id_breaks_ties",
@@ -352,7 +333,7 @@ DECODES = (
         ),
         "attention-gym#189: a physical id takes part in the arithmetic",
         "I7",
-        lambda case: len(case.sequences) == 1 and case.head_dim == 1,
+        Smallest(tokens=2),
     ),
     Mutant(
         "kv_head_of_the_group",
@@ -363,7 +344,7 @@ DECODES = (
         ),
         "flashinfer#2380: the kv head computed twice",
         "I5",
-        lambda case: len(case.sequences) == 1 and case.head_dim == 1 and case.num_heads <= 4,
+        Smallest(heads=4, kv_heads=2),
     ),
     Mutant(
         "strides_of_keys_for_values",
@@ -371,7 +352,7 @@ DECODES = (
         (("block * V_BLOCK_STRIDE + place * V_SLOT_STRIDE", "block * K_BLOCK_STRIDE + place * K_SLOT_STRIDE"),),
         "one set of strides for two caches: right until they lie differently; vllm#42642",
         "I10",
-        lambda case: len(case.sequences) == 1 and case.num_heads == case.head_dim == 1,
+        Smallest(other=("layouts",)),
         declares=STRIDED,
     ),
     Mutant(
@@ -384,7 +365,7 @@ DECODES = (
         ),
         "flashinfer#1912: state that survives a call",
         "I17",
-        lambda case: len(case.sequences) == 1,
+        Smallest(tokens=2),
     ),
     Mutant(
         "output_written_by_two_programs",
@@ -392,7 +373,7 @@ DECODES = (
         (('[(sizes["B"], sizes["KVH"])](', '[(sizes["B"], sizes["KVH"], 2)]('),),
         "a grid of more programs than there is work for: the right output, written twice",
         "I17",
-        lambda case: case.context_lens in ((0,), (1,)) and case.num_heads == case.head_dim == 1,
+        Smallest(tokens=0),
     ),
     Mutant(
         "length_left_by_another_program",
@@ -408,7 +389,7 @@ DECODES = (
         ),
         "one program prepares what all others of its sequence read, and nothing makes them wait",
         "I17",
-        lambda case: case.context_lens in ((0,), (1,)) and case.num_heads == 2 and case.head_dim == 1,
+        Smallest(tokens=0, kv_heads=2),
     ),
     Mutant(
         "number_drawn_in_turn",
@@ -423,7 +404,7 @@ DECODES = (
         ),
         "what an atomic counter hands out depends on who comes first, and reaches the result",
         "I17",
-        lambda case: len(case.sequences) * case.num_kv_heads == 2 and case.group_size == case.head_dim == 1,
+        Smallest(sequences=2, tokens=2, kv_heads=2),
     ),
     Mutant(
         "bfloat16_refused",
@@ -431,7 +412,7 @@ DECODES = (
         (("FLOATS = (torch.float32, torch.float16, torch.bfloat16)", "FLOATS = (torch.float32, torch.float16)"),),
         "vllm#6373: a dtype that is declared and not there",
         "I0",
-        lambda case: case.dtype == "bfloat16" and case.context_lens in ((), (0,)),
+        Smallest(tokens=0, other=("dtype",)),
     ),
     Mutant(
         "block_stride_computed",
@@ -442,7 +423,7 @@ DECODES = (
         ),
         "FlagGems#3410, aiter#3498, vllm#45111: pages are taken to lie side by side",
         "I10",
-        lambda case: len(case.sequences) == 1 and case.head_dim == case.num_heads == 1 and case.width <= 3,
+        Smallest(other=("layouts",)),
         declares=PACKED,
     ),
     Mutant(
@@ -451,7 +432,7 @@ DECODES = (
         ((" and tensor.shape[-1] > 1 and tensor.numel()", " and tensor.numel()"),),
         "the stride of a dim of size 1 means nothing; vllm#45111",
         "I10",
-        lambda case: case.context_lens in ((), (0,), (1,)) and case.head_dim == case.num_heads == 1,
+        Smallest(tokens=0, other=("layouts",)),
         declares=STRIDED,
     ),
     Mutant(
@@ -471,7 +452,7 @@ DECODES = (
         ),
         "seeds: one sheet in two binders; vllm#7018: prefix hits",
         "I7",
-        lambda case: case.context_lens == (case.context_lens[0],) * 2 and case.head_dim == case.num_heads == 1,
+        Smallest(sequences=2),
     ),
     Mutant(
         "workspace_not_cleared",
@@ -485,7 +466,7 @@ DECODES = (
         ),
         "flashinfer#1912, flashinfer#2002: uninitialised workspace",
         "I8",
-        lambda case: one_sequence(case),
+        Smallest(),
     ),
     Mutant(
         "output_cleared_by_a_product",
@@ -496,7 +477,7 @@ DECODES = (
         ),
         "vllm#641: 0 * NaN, of the output itself",
         "I8",
-        lambda case: one_sequence(case),
+        Smallest(),
         declares={"empty": "never"},
     ),
     Mutant(
@@ -510,7 +491,7 @@ DECODES = (
         ),
         "lmdeploy#1761, flashinfer#4975: groups that are no power of two; output that stays as it came",
         "I8",
-        lambda case: len(case.sequences) == 1 and case.group_size in (3, 5) and case.head_dim == case.num_kv_heads == 1,
+        Smallest(heads=3),
         declares={"empty": "never"},
     ),
     Mutant(
@@ -528,7 +509,7 @@ DECODES = (
         ),
         "flashinfer#1930: a maximum over the batch; right as long as the neighbours score alike",
         "I11",
-        lambda case: len(case.sequences) == 2 and case.num_heads <= 2,
+        Smallest(sequences=2, heads=2, head_dim=2, other=("values",)),
     ),
     Mutant(
         "rows_put_back_in_the_wrong_order",
@@ -544,7 +525,7 @@ DECODES = (
         ),
         "flashinfer#4382: a permutation in place of its inverse, which is the same up to two sequences",
         "I11",
-        lambda case: len(case.sequences) == 3 and case.num_heads == case.head_dim == 1,
+        Smallest(sequences=3, tokens=2),
         declares={"empty": "never"},
     ),
     Mutant(
@@ -553,7 +534,7 @@ DECODES = (
         (("        STEP=step,", '        STEP=step if sizes["B"] == 1 else 16,'),),
         "declared batch_invariant, and the order of the sums depends on the batch",
         "I11",
-        lambda case: len(case.sequences) <= 2 and case.num_heads == 1,
+        Smallest(tokens=24),
         declares={"batch_invariant": True},
     ),
     Mutant(
@@ -562,7 +543,7 @@ DECODES = (
         (("place * K_SLOT_STRIDE", "place % 16 * K_SLOT_STRIDE"),),
         "flashinfer#810, flashinfer#4347: right up to the page size that was tested",
         "I12",
-        lambda case: len(case.sequences) == 1 and 17 <= case.context_lens[0] <= 32 and case.num_heads == 1,
+        Smallest(tokens=25, block_size=17),
     ),
     Mutant(
         "masked_slots_weigh_a_little",
@@ -585,7 +566,7 @@ DECODES = (
         ),
         "flashinfer#4401: a finite fill that is not low enough; how many slots are masked depends on the page size",
         "I12",
-        lambda case: len(case.sequences) == 1 and case.context_lens[0] <= 2 and case.num_heads == case.head_dim == 1,
+        Smallest(),
     ),
     Mutant(
         "table_read_as_pairs_of_int32",
@@ -593,7 +574,7 @@ DECODES = (
         (("= block_tables[b, : ", "= block_tables.view(torch.int32)[b, : "),),
         "flashinfer#697, flashinfer#2255: int64 accepted, then read as int32",
         "I14",
-        lambda case: case.context_lens == (2,) and case.num_heads == case.head_dim == case.block_size == 1,
+        Smallest(tokens=2),
     ),
     Mutant(
         "table_with_strided_columns_accepted",
@@ -606,7 +587,7 @@ DECODES = (
         ),
         "flashinfer#4044: strides are neither used nor looked at",
         "I16",
-        lambda case: len(case.sequences) == 1 and case.num_heads * case.head_dim <= 2,
+        Smallest(tokens=2, head_dim=2),
     ),
 )
 PAIRS = (
@@ -619,7 +600,7 @@ PAIRS = (
         ),
         "lmdeploy#4229: what is written is not what is read",
         "I18",
-        lambda case: one_sequence(case),
+        Smallest(),
         partner="torch_paged_decode_attention",
     ),
     Mutant(
@@ -628,7 +609,7 @@ PAIRS = (
         (('slots // sizes["bs"], slots % sizes["bs"]', 'slots // sizes["bs"], (slots + 1) % sizes["bs"]'),),
         "sglang#11985: places that agree for pages of one slot only",
         "I18",
-        lambda case: one_sequence(case, block_size=2),
+        Smallest(block_size=2),
         partner="torch_paged_decode_attention",
     ),
     Mutant(
@@ -644,7 +625,7 @@ PAIRS = (
         ),
         "two kernels that are right, on two streams, and nothing makes the second one wait",
         "I18",
-        lambda case: one_sequence(case),
+        Smallest(),
         partner="torch_reshape_and_cache",
     ),
 )
