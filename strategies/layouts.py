@@ -125,7 +125,7 @@ class Paged(Case):
         return padded_rows("block_tables", self.index_dtype, rows, (self.width,), fill)
 
     def features(self) -> frozenset[str]:
-        words = set(super().features())
+        words = set()
         rows, size = self.sequences, self.block_size
         for word, holds in (
             ("B = 0", not rows),
@@ -228,9 +228,9 @@ class Paged(Case):
                     changed = (*rows[:b], cut, *rows[b + 1 :])
                     yield self.fitted(changed)
                     yield from self.far_again(self.fitted(changed))
-                    other = replace(cut, blocks=row.blocks[len(row.blocks) - len(cut.blocks) :])
-                    if other != cut:
-                        yield self.fitted((*rows[:b], other, *rows[b + 1 :]))
+                    end = replace(cut, blocks=row.blocks[len(row.blocks) - len(cut.blocks) :])
+                    if end != cut:
+                        yield self.fitted((*rows[:b], end, *rows[b + 1 :]))
                     if self.width > max(len(each.blocks) for each in changed):
                         yield self.fitted(changed, max(len(each.blocks) for each in changed) + 1)
         least = max((len(row.blocks) for row in rows), default=0)
