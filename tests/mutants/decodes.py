@@ -270,6 +270,15 @@ PLANTED = (
         Smallest(heads=2, kv_heads=2),
     ),
     Mutant(
+        "keys_of_kv_head_zero",
+        TRITON,
+        (("k_head_ptr = k_cache_ptr + kv_head * K_HEAD_STRIDE", "k_head_ptr = k_cache_ptr"),),
+        "flashinfer#4095: the kv head of the keys is left out, that of the values is right",
+        "I5",
+        Smallest(tokens=2, heads=2, kv_heads=2),
+        also=("I4",),
+    ),
+    Mutant(
         "heads_read_in_turn",
         TRITON,
         (("(kv_head * GROUP + rows)[:, None] * D", "(rows * KVH + kv_head)[:, None] * D"),),

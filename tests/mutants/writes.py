@@ -250,6 +250,19 @@ PLANTED = (
         Smallest(tokens=5),
     ),
     Mutant(
+        "sixteen_tokens_at_a_time",
+        TRITON,
+        (
+            (
+                'reshape_and_cache_kernel[(sizes["T"],)](',
+                'reshape_and_cache_kernel[(sizes["T"] // 16 * 16 or sizes["T"],)](',
+            ),
+        ),
+        "FlagGems#943: what is left over after whole tiles of 16 is never written",
+        "I6",
+        Smallest(tokens=17),
+    ),
+    Mutant(
         "previous_token_written_again",
         TRITON,
         (
