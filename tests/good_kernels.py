@@ -143,14 +143,14 @@ def merged_in_pairs(q: Any, k: Any, v: Any, scale: float, size: int, batch: int)
 
 
 def finite_fill(q: Any, k: Any, v: Any, scale: float, size: int, batch: int) -> Any:
-    """Whole tiles of 16, masked by -1e4, where the running maximum starts too."""
-    m = torch.full((len(q), 1), -1e4)
+    """Whole tiles of 16, masked by -1e30, where the running maximum starts too."""
+    m = torch.full((len(q), 1), -1e30)
     total, acc = torch.zeros(len(q), 1), torch.zeros(q.shape)
     for start in range(0, len(k), 16):
         keys, values = torch.zeros(16, *q.shape), torch.zeros(16, *q.shape)
         live = min(16, len(k) - start)
         keys[:live], values[:live] = k[start : start + 16], v[start : start + 16]
-        s = torch.where(torch.arange(16) < live, scores_of(q, keys, scale), -1e4)
+        s = torch.where(torch.arange(16) < live, scores_of(q, keys, scale), -1e30)
         larger = torch.maximum(m, s.amax(1, keepdim=True))
         weights, rescale = torch.exp(s - larger), torch.exp(m - larger)
         total = total * rescale + weights.sum(1, keepdim=True)
@@ -288,9 +288,10 @@ def add_tokens(  # type: ignore[no-untyped-def]  # Triton types its parameters i
     query = tl.load(q + b * q_stride + head * D + cols).to(tl.float32)
     keys = tl.load(k_cache + offs, mask=live[:, None], other=0.0).to(tl.float32)
     weights = tl.exp(tl.sum(query * keys, 1) * scale - tl.load(largest + b * H + head))
+    weights = tl.where(live, weights, 0.0)  # exp(0 - the largest) may overflow
     values = tl.load(v_cache + offs, mask=live[:, None], other=0.0).to(tl.float32)
     tl.atomic_add(acc + (b * H + head) * D + tl.arange(0, D), tl.sum(weights[:, None] * values, 0))
-    tl.atomic_add(total + b * H + head, tl.sum(tl.where(live, weights, 0.0), 0))
+    tl.atomic_add(total + b * H + head, tl.sum(weights, 0))
 
 
 @good(DECODE, deterministic=False, head_dims=(1, 2, 4, 8, 16))

@@ -16,7 +16,7 @@ from typing import Any
 from pagefuzz.oracles.invariant import invariants
 from pagefuzz.tests.mutants.report import _plain, markdown_table
 
-CHANCE = 0.01
+CHANCE = 0.001
 SHOWN = 6  # names of mutants in a line
 
 

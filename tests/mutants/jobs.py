@@ -26,7 +26,7 @@ from pagefuzz.tests.mutants import other_checks
 from pagefuzz.tests.mutants.features import words
 
 QUICK = "quick"
-FAILURES_LOOKED_AT = 20  # of one mutant, by --idle
+FAILURES_LOOKED_AT = 40  # of one mutant, by --idle
 REJUDGED = 5  # of them, without the dense oracle
 
 
