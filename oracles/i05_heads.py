@@ -14,6 +14,8 @@ from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.number_formats import decode
 
+VAGUE = 91  # the rank of weights that point at no head: after I4
+
 
 class HeadGroups(Invariant):
     """V constant per kv head names the head of V that each query head read; K that points at another position per kv
@@ -50,15 +52,20 @@ class HeadGroups(Invariant):
                 if n and wrong[b].any():
                     h, d = (int(i) for i in np.argwhere(wrong[b])[0])
                     value = seen[b, h, d]
-                    head = h // case.group_size
+                    head, rank = h // case.group_size, None
                     if name == "V names its kv head":
                         exactly = np.isfinite(value) and abs(value - round(value)) < 0.25
                         said = f"read V of kv head {round(value) - 1}" if exactly else f"gives {value:.6g}"
                     else:
                         said = f"weighed the keys of another kv head (out[{b}, {h}, {d}] = {value:.6g})"
+                        places = {other % case.key_places() + 1.0 for other in range(case.num_kv_heads)}
+                        if not any(abs(value - place) < 0.25 for place in places - {right.exact[b, h, d]}):
+                            # Where nobody's keys point: keys are wrong in a way that has nothing to do with heads.
+                            said, rank = f"weighed no kv head's keys (out[{b}, {h}, {d}] = {value:.6g})", VAGUE
                     return Violation(
                         f"query head {h} {said}",
                         f"kv head {head} = {h} // {case.group_size}",
                         f"sequence {b}, H = {case.num_heads}, KVH = {case.num_kv_heads}",
+                        rank,
                     )
         return None

@@ -405,10 +405,10 @@ PLANTED = (
         TRITON,
         ((K_LOAD, K_LOAD.replace("mask=kv_mask", "mask=live[:, None] & (cols < D // 2 * 2)[None, :]")),),
         "FlagGems#951, vllm#4573: keys are loaded in twos",
-        "I5",
+        "I4",
         Smallest(tokens=2, heads=2, kv_heads=2),
         also=(
-            "I4",
+            "I5",
             "I12",
             "I11",
             "I10",
