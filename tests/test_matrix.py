@@ -25,7 +25,7 @@ from pagefuzz.tests.killing import runner
 from pagefuzz.tests.mutants import idle, jobs, other_checks, report
 from pagefuzz.tests.mutants.catalogue import MUTANTS
 from pagefuzz.tests.mutants.features import words
-from pagefuzz.tests.mutants.matrix import matrix
+from pagefuzz.tests.mutants.matrix import matrix, without_files
 from pagefuzz.tests.mutants.report import Report, Row
 
 SCRIPT = Path(report.__file__).with_name("matrix.py")
@@ -193,6 +193,11 @@ def test_a_wrong_command_line_is_one_sentence(arguments: tuple[str, ...], senten
     done = run_script("--catalogue", PLANTED, *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+def test_the_command_of_a_report_names_no_file_of_the_user() -> None:
+    given = ["--json", "/home/me/a.json", "--seeds", "1", "2", "--markdown=/home/me/a.md", "--only", "t*"]
+    assert without_files(given) == ["--seeds", "1", "2", "--only", "t*"]
 
 
 def test_the_function_behind_the_command(tmp_path: Path) -> None:
