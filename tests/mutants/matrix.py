@@ -114,13 +114,22 @@ def matrix(
     return Report({**about, "seconds": round(time.monotonic() - started)}, list(rows.values()))
 
 
+def without_files(arguments: list[str]) -> list[str]:
+    """A command line without the names of the files that are written: they are the user's, and change no figure."""
+    kept, names = [], ("--json", "--markdown")
+    for place, word in enumerate(arguments):
+        if word.split("=")[0] not in names and (place == 0 or arguments[place - 1] not in names):
+            kept.append(word)
+    return kept
+
+
 def about_run(workers: int) -> dict[str, Any]:
     """What a figure depends on."""
     from pagefuzz.fuzz.saved import versions
 
     load = f"load {os.getloadavg()[0]:.1f}"
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {workers} workers, {load}"
-    command = shlex.join(["python", "tests/mutants/matrix.py", *sys.argv[1:]])
+    command = shlex.join(["python", "tests/mutants/matrix.py", *without_files(sys.argv[1:])])
     return {"command": command, "versions": versions(), "machine": machine}
 
 

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from pagefuzz.fuzz.run import _FreshMemoryIsPoison
 from pagefuzz.kernels.registry import Kernel
 
 CHECKS = ("grid", "equal", "tiny")
@@ -44,7 +44,7 @@ def ask(check: str, kernel: Kernel) -> dict[str, Any]:
     for call in _CALLS[operation](check):
         calls += 1
         try:
-            with _FreshMemoryIsPoison("zeros"):
+            with _FreshMemoryIsPlaced():
                 call(kernel.call)
         except KeyboardInterrupt:
             raise
@@ -58,6 +58,16 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
     memory = torch.zeros(tensor.numel() + 2 * MARGIN, dtype=tensor.dtype)
     inside = memory[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
     return inside.copy_(tensor)
+
+
+class _FreshMemoryIsPlaced(TorchFunctionMode):
+    """What `torch.empty` and its kin hand out lies amid zeros too, so that a store past its end hits nobody."""
+
+    makers = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.zeros, torch.zeros_like)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return _placed(made.zero_()) if func in self.makers and made.is_contiguous() else made
 
 
 def _random(chance: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, tiny: bool = False) -> torch.Tensor:
