@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: fuzz test mutants lint verify-interpreter clean
+.PHONY: fuzz test mutants soak lint verify-interpreter clean
 
 fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
@@ -16,6 +16,12 @@ test: .venv
 mutants: .venv
 	@mkdir -p .pagefuzz
 	.venv/bin/python -P tests/mutants/matrix.py $(or $(ARGS),--markdown docs/mutants-matrix.md --json .pagefuzz/mutants.json)
+
+# Right kernels, however they are written, must never be accused. MINUTES=60 for a night's first hour.
+MINUTES ?= 10
+
+soak: .venv
+	.venv/bin/python -P tests/soak.py --minutes $(MINUTES) $(ARGS)
 
 # mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
 lint: .venv

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,19 +43,20 @@ class _Worker:
 
 
 def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> Iterator[tuple[Job, Result]]:
-    """Each job with its result, in the order in which they end.
+    """Each job with its result, in the order in which they end. A job is taken when a process is free for it.
 
     command: starts a process that calls `serve`. limit: seconds that one job may take. The result of a job whose
     process died is {"crashed": how}, of one that took too long {"hung": how}, of one that raised {"error": traceback}.
     Leaves no process behind, however it ends. Raises RuntimeError where a process does not even start.
     """
-    waiting = deque(jobs)
+    more = iter(jobs)
+    waiting = deque(islice(more, workers))
     selector = selectors.DefaultSelector()
     alive: list[_Worker] = []
     scratch = tempfile.TemporaryDirectory()  # what they leave behind goes with it
     start = partial(_start, command, scratch.name, selector)
     try:
-        for _ in range(min(workers, len(waiting))):
+        for _ in range(len(waiting)):
             alive.append(start())
         while waiting or any(worker.job for worker in alive):
             for key, _ in selector.select(timeout=0.2):
@@ -77,6 +79,7 @@ def run(command: list[str], jobs: Iterable[Job], workers: int, limit: float) -> 
                 spent = time.monotonic() - worker.since
                 if worker.ready and worker.job is None and waiting:
                     worker.job, worker.since = waiting.popleft(), time.monotonic()
+                    waiting.extend(islice(more, 1))
                     assert worker.process.stdin is not None
                     try:
                         worker.process.stdin.write(json.dumps(worker.job) + "\n")
