@@ -52,7 +52,8 @@ PLANTED = (
         (("key[tokens]", "key[len(key) - len(slot_mapping) :][tokens]"),),
         "vllm#21228: the rows that count are taken from the wrong end",
         "I6",
-        Smallest(other=("extra_rows",)),
+        Smallest(tokens=2, other=("extra_rows",)),
+        also=("I1",),
     ),
     Mutant(
         "value_read_by_stride_of_key",
@@ -76,7 +77,7 @@ PLANTED = (
         (("PADDED_SIZE=triton.next_power_of_2(size)", "PADDED_SIZE=1 << (size.bit_length() - 1)"),),
         "vllm#4127: H * D is taken for a power of two, and the last head is cut where it is none",
         "I6",
-        Smallest(head_dim=3),
+        Smallest(kv_heads=3, head_dim=3),
     ),
     Mutant(
         "token_of_more_than_512_values",
@@ -210,7 +211,7 @@ PLANTED = (
         ),
         "vllm#50276: the page size is taken as the stride of a block, and somebody else's block is zeroed",
         "I6",
-        Smallest(tokens=1, head_dim=2, block_size=1),
+        Smallest(tokens=2, head_dim=2),
         also=("I17",),
     ),
     Mutant(
@@ -247,7 +248,7 @@ PLANTED = (
         ),
         "FlagGems#943: what is left over after whole tiles is never written",
         "I6",
-        Smallest(tokens=5),
+        Smallest(tokens=17),
     ),
     Mutant(
         "sixteen_tokens_at_a_time",
