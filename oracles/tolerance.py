@@ -22,20 +22,22 @@ UNIT_ROUNDOFF = {
     "float8_e4m3fn": 2.0**-4,
 }
 SMALLEST_SUBNORMAL = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
-# What a weight can lose to underflow, by the precision that weights are rounded to.
+# What a number can lose to underflow, by the precision that it is rounded to.
 UNDERFLOW = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9}
 LOOSE = 0.05  # a bound above this share of max|v| says little
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Unit round-offs of scores, weights, products and sums; 0 for those that stay float32, but sums."""
+    """Unit round-offs of scores, weights, products and sums; 0 for those that stay float32, but sums. Then what a
+    weight, and a term of a sum, can lose to underflow."""
 
     scores: float
     weights: float
     products: float
     sums: float
     weight_underflow: float
+    sum_underflow: float
 
     @classmethod
     def of(cls, declared: Declaration, dtype: str) -> Precision:
@@ -52,6 +54,7 @@ class Precision:
             products=beyond_float32("products"),
             sums=UNIT_ROUNDOFF[names.get("sums", "float32")],
             weight_underflow=UNDERFLOW.get(names.get("weights", "float32"), 2.0**-126),
+            sum_underflow=UNDERFLOW.get(names.get("sums", "float32"), 0.0),
         )
 
 
@@ -61,11 +64,17 @@ def gamma(n: int, u: float) -> float:
 
 
 def attention_bound(
-    scores: np.ndarray, magnitudes: np.ndarray, values: np.ndarray, exact: np.ndarray, dim: int, precision: Precision
+    scores: np.ndarray,
+    magnitudes: np.ndarray,
+    values: np.ndarray,
+    exact: np.ndarray,
+    dim: int,
+    scale: float,
+    precision: Precision,
 ) -> np.ndarray:
     """The bound on |out - exact| before the output is rounded: float64 [H, D].
 
-    scores: [H, n], scaled. magnitudes: [H, n], |scale| * sum_d |q_d k_jd|. values: [n, H, D]. exact: [H, D].
+    scores: [H, n], scaled. magnitudes: [H, n], |scale| * sum_d |q_d k_jd|. values: [n, H, D]. exact: [H, D]. dim: D.
     """
     n = scores.shape[1]
     largest = scores.max(axis=1, keepdims=True)
@@ -74,14 +83,14 @@ def attention_bound(
     p = raw / total
     u = 2.0**-24
     e = (gamma(dim + 2, precision.sums) + 2 * precision.products) * magnitudes + 4 * u * (1 + largest - scores)
-    e = e + precision.scores * np.abs(scores)
+    e = e + precision.scores * np.abs(scores) + dim * abs(scale) * precision.sum_underflow
     with np.errstate(over="ignore", invalid="ignore"):
         w = np.expm1(e + (p * e).sum(axis=1, keepdims=True))
         relative = w + gamma(n, precision.sums) + 2 * precision.weights + 2 * precision.products
         sizes = np.abs(values)
         bound = np.einsum("hn,nhd->hd", p * relative, sizes)
         # Not divided by the sum of the weights: whether they are rounded before or after that is not declared.
-        return bound + precision.weight_underflow * sizes.sum(axis=0)
+        return bound + precision.weight_underflow * sizes.sum(axis=0) + n * precision.sum_underflow
 
 
 def rounded_bound(bound: np.ndarray, exact: np.ndarray, dtype: str) -> np.ndarray:

@@ -163,7 +163,7 @@ def bounds(dtype: str, precision: Precision) -> list[np.ndarray]:
     made = []
     for case in dense_cases(dtype):
         values, dim = case.v.double().numpy(), case.q.shape[-1]
-        unrounded = attention_bound(case.scores, case.magnitudes, values, case.exact, dim, precision)
+        unrounded = attention_bound(case.scores, case.magnitudes, values, case.exact, dim, case.scale, precision)
         made.append(rounded_bound(unrounded, case.exact, dtype))
     return made
 
@@ -309,7 +309,9 @@ def test_float16_weights_lose_to_underflow_what_the_bound_allows() -> None:
         values = case.v.double().numpy()
         with_it, without = (
             rounded_bound(
-                attention_bound(case.scores, case.magnitudes, values, case.exact, 16, form), case.exact, "float32"
+                attention_bound(case.scores, case.magnitudes, values, case.exact, 16, case.scale, form),
+                case.exact,
+                "float32",
             )
             for form in (precision, replace(precision, weight_underflow=2.0**-126))
         )
@@ -320,11 +322,11 @@ def test_float16_weights_lose_to_underflow_what_the_bound_allows() -> None:
 
 def test_precision_of_a_declaration() -> None:
     u = 2.0**-24
-    assert Precision.of(PLAIN, "float16") == Precision(0.0, 0.0, 0.0, u, 2.0**-126)
+    assert Precision.of(PLAIN, "float16") == Precision(0.0, 0.0, 0.0, u, 2.0**-126, 0.0)
     every = Declaration(unit_roundoff=dict.fromkeys(("scores", "weights", "products", "sums"), "input"))
-    assert Precision.of(every, "float32") == Precision(0.0, 0.0, 0.0, u, 2.0**-126)
-    assert Precision.of(every, "float16") == Precision(2.0**-11, 2.0**-11, 2.0**-11, 2.0**-11, 2.0**-24)
-    assert Precision.of(every, "bfloat16") == Precision(2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-126)
+    assert Precision.of(every, "float32") == Precision(0.0, 0.0, 0.0, u, 2.0**-126, 0.0)
+    assert Precision.of(every, "float16") == Precision(2.0**-11, 2.0**-11, 2.0**-11, 2.0**-11, 2.0**-24, 2.0**-24)
+    assert Precision.of(every, "bfloat16") == Precision(2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-126, 0.0)
 
 
 def test_gamma() -> None:
@@ -339,7 +341,7 @@ def test_the_bound_of_one_token_is_what_its_rounding_costs() -> None:
     u = 2.0**-24
     q, k, v = np.full((1, 2), 0.5), np.full((1, 1, 2), 3.0), np.array([[[4.0, -8.0]]])
     case = dense_case(q, k, v, 2.0)
-    bound = attention_bound(case.scores, case.magnitudes, v, case.exact, 2, Precision.of(PLAIN, "float32"))
+    bound = attention_bound(case.scores, case.magnitudes, v, case.exact, 2, case.scale, Precision.of(PLAIN, "float32"))
     e = 4 * u / (1 - 4 * u) * 6.0 + 4 * u
     share = np.expm1(2 * e) + u / (1 - u)
     assert np.allclose(bound, share * np.array([[4.0, 8.0]]) + 2.0**-126, rtol=1e-12, atol=0)

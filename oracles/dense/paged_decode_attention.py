@@ -37,7 +37,7 @@ def right_answer(case: PagedDecodeAttentionCase, declared: Declaration) -> Atten
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         exact[b] = np.einsum("hn,nhd->hd", weights, values)
-        unrounded = attention_bound(scores, magnitudes, values, exact[b], case.head_dim, precision)
+        unrounded = attention_bound(scores, magnitudes, values, exact[b], case.head_dim, case.scale, precision)
         bound[b] = rounded_bound(unrounded, exact[b], case.dtype)
         loose = loose or not unrounded.max() <= LOOSE * np.abs(values).max()
     return AttentionAnswer(exact, bound, loose)
