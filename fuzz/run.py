@@ -40,9 +40,8 @@ class _FreshMemoryIsPoison(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in _FRESH and made.numel() and not made.dtype.is_complex:
-            with (
-                torch.no_grad()
-            ):  # the whole of the memory: strided tensors have gaps, and places that lie in each other
+            with torch.no_grad():
+                # The whole of the memory: strided tensors have gaps, and places that lie in each other.
                 whole = made.untyped_storage().nbytes() // made.element_size()
                 made.as_strided((whole,), (1,), 0).fill_(_fill(self.kind, made.dtype))
         return made

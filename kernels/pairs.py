@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagefuzz.kernels.operations import OPERATIONS
-from pagefuzz.kernels.registry import Declaration, Kernel
+from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration, Kernel
 
 MOST = 1024  # the largest size that is looked for where only a predicate says which there are
 
@@ -78,7 +78,6 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         return tuple(size for size in listed if asked.supports_size(what, size))
 
     layouts = [set(each.cache_layouts) for each in (write, decode)]
-    every = ("contiguous", "hnd", "packed", "strided")
     devices = decode.devices if write.devices == "any" else write.devices
     if "any" not in (write.devices, decode.devices):
         devices = common("devices")
@@ -88,7 +87,7 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         head_dims=sizes("head_dims"),
         block_sizes=sizes("block_sizes"),
         index_dtypes=common("index_dtypes"),
-        cache_layouts=tuple(one for one in every if all(one in each or "strided" in each for each in layouts)),
+        cache_layouts=tuple(one for one in CACHE_LAYOUTS if all(one in each or "strided" in each for each in layouts)),
         deterministic=write.deterministic and decode.deterministic,
         rejects=False,
         devices=devices,

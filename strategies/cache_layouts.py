@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -112,7 +112,7 @@ class WithCaches(WithFloats):
     def cache_kind(self) -> str:
         """What a kernel must declare: contiguous, hnd, packed or strided; "" where the last dim is strided, which no
         declaration covers."""
-        if self.head_dim > 1 and any(layout.padding_of("D") or layout.order[-1] != "D" for layout in self.layouts):
+        if self.head_dim > 1 and any(layout.padding_of("D") for layout in self.layouts):
             return ""
         if any(any(layout.padding) for layout in self.layouts) or self.k_layout != self.v_layout:
             return "strided"
@@ -155,6 +155,14 @@ class WithCaches(WithFloats):
     def caches(self) -> dict[str, Cache]:
         """Where k_cache and v_cache lie."""
         return _caches(self.k_layout, self.v_layout, self.block_size, self.num_kv_heads, self.head_dim)
+
+    def elements_of(self, slots: Iterable[int]) -> dict[str, tuple[str, np.ndarray]]:
+        """By cache, its buffer and the elements where the tokens of these slots lie, as `Case.watched` gives them."""
+        named = np.array(list(slots), dtype=np.int64)
+        return {
+            name: (cache.buffer, cache.elements(named, self.block_size, self.num_kv_heads, self.head_dim))
+            for name, cache in self.caches().items()
+        }
 
     def block_elements(self) -> int:
         """Elements from the start of one block to the start of the next, in the cache where they are further apart."""

@@ -212,11 +212,7 @@ class ReshapeAndCacheCase(WithCaches):
             draws.poke(slots, t - 1 if t else 1, self.slots[t])
 
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
-        slots = np.array([slot for slot in self.slots if slot >= 0], dtype=np.int64)
-        return {
-            name: (cache.buffer, cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim))
-            for name, cache in self.caches().items()
-        }
+        return self.elements_of(slot for slot in self.slots if slot >= 0)
 
     # ---- words
 

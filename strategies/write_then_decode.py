@@ -71,13 +71,12 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
         tokens = self.new_token_ids()
         shape = (len(tokens), self.num_kv_heads, self.head_dim)
         slots = np.array(self.slots, dtype=self.index_dtype)
-        for name, cache in self.caches().items():
+        for name, (_, elements) in self.watched().items():
             tensor = decode[name]
             assert isinstance(tensor, Tensor)
-            pieces = dict(tensor.buffer.pieces)
-            elements = cache.elements(slots.astype(np.int64), self.block_size, self.num_kv_heads, self.head_dim)
-            for slot, places in zip(slots.tolist(), elements, strict=True):
-                start = slot // self.block_size * cache.strides[0]
+            pieces, stride = dict(tensor.buffer.pieces), tensor.strides[0]
+            for slot, places in zip(self.slots, elements, strict=True):
+                start = slot // self.block_size * stride
                 pieces[start][places - start] = poison_bits(self.poison, self.dtype, len(places), self.seed)
         return Arguments(
             {
@@ -91,11 +90,7 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
         )
 
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
-        slots = np.array(self.slots, dtype=np.int64)
-        return {
-            name: (cache.buffer, cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim))
-            for name, cache in self.caches().items()
-        }
+        return self.elements_of(self.slots)
 
     def lines(self) -> list[str]:
         new = "all tokens" if self.new_tokens >= max(self.context_lens, default=0) else f"the last {self.new_tokens}"

@@ -24,6 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 CASES = 125
 LIMIT = 600.0  # seconds that one job may take
+FAULTS = ("crashed", "hung", "error")
 
 
 def _import_pagefuzz() -> None:
@@ -82,7 +83,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 def soak(minutes: float, workers: int, first: int) -> int:
     """Run jobs until the time is over; returns how many went wrong, and prints what was done."""
     from pagefuzz.fuzz.saved import versions
-    from pagefuzz.tests.mutants.workers import run
+    from pagefuzz.tests.workers import command_of, run
 
     names, ends = list(kernels()), time.monotonic() + 60 * minutes
     print(", ".join(f"{package} {found}" for package, found in versions().items()))
@@ -97,8 +98,7 @@ def soak(minutes: float, workers: int, first: int) -> int:
 
     cases: Counter[str] = Counter()
     wrong = 0
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), "--work"]
-    for job, result in run(command, jobs(), workers, LIMIT):
+    for job, result in run(command_of(Path(__file__).resolve(), "--work"), jobs(), workers, LIMIT):
         cases[job["kernel"]] += result.get("cases", 0)
         faults = result.get("accused") or [f"{how}: {said}" for how, said in result.items() if how in FAULTS]
         for fault in faults:
@@ -109,9 +109,6 @@ def soak(minutes: float, workers: int, first: int) -> int:
     idle = sum(not cases[name] for name in names)
     print(f"{cases.total()} cases, {wrong} alarms" + (f"; no time for {idle} kernels" if idle else ""))
     return wrong
-
-
-FAULTS = ("crashed", "hung", "error")
 
 
 def main() -> int:
@@ -127,7 +124,7 @@ def main() -> int:
         parser.error("--minutes and --workers must be above 0")
     _import_pagefuzz()
     if arguments.work:
-        from pagefuzz.tests.mutants.workers import serve
+        from pagefuzz.tests.workers import serve
 
         serve(work)
     try:

@@ -53,7 +53,7 @@ def test_each_invariant_has_a_mutant_that_passes_the_matrix(invariant: str, tmp_
         raise AssertionError(f"no mutant of {invariant} passes: {problems}")
     made = Report({"command": "none", "seeds": [SEED]}, [row])
     markdown, plain = tmp_path / "matrix.md", tmp_path / "matrix.json"
-    made.write(markdown, plain)
+    report.write(made, markdown, plain)
     assert report.read(plain) == made
     line = next(line for line in markdown.read_text().splitlines() if line.startswith(f"| {row.mutant} |"))
     assert [cell.strip() for cell in line.split("|")][2] == invariant

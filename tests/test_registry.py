@@ -398,6 +398,13 @@ def test_what_is_no_callable_but_has_a_name() -> None:
     assert "5 is not a callable" in refusal("paged_decode_attention", 5, name="mine")
 
 
+def test_a_name_is_no_longer_than_a_saved_file_holds() -> None:
+    kernel("slot_mapping", name="s" * 90)(slots)
+    with pytest.raises(RegistrationError, match=r"^kernel 's{40}'\.\.\.: a name of 91 characters; 90 are enough"):
+        kernel("slot_mapping", name="s" * 91)(slots)
+    assert "s" * 91 not in registered()
+
+
 def test_a_name_that_is_taken() -> None:
     kernel("slot_mapping", name="mine")(slots)
     with pytest.raises(RegistrationError) as caught:

@@ -7,14 +7,12 @@ only if that is unlikely (CHANCE).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pagefuzz.oracles.invariant import invariants
-from pagefuzz.tests.mutants.report import _plain, markdown_table
+from pagefuzz.tests.mutants.report import in_words, markdown_table
 
 CHANCE = 0.001
 SHOWN = 6  # names of mutants in a line
@@ -118,25 +116,21 @@ class Idle:
             "# What could be switched off",
             "How many mutants would live without each invariant, oracle and feature: those that every failing case "
             f"shows only with it. {len(self.judged())} mutants are judged.",
-            "\n".join(f"- {name}: {_plain(value)}" for name, value in self.about.items()),
+            "\n".join(f"- {name}: {in_words(value)}" for name, value in self.about.items()),
         ]
         for title, headings, cells in self.parts():
             parts += [f"## {title}", markdown_table(headings, cells)]
         return "\n\n".join([*parts, "## Idle", *self.summary()]) + "\n"
 
-    def write(self, markdown: Path | None, plain: Path | None) -> None:
-        """Write the Markdown and the JSON, each where a path is given."""
-        if markdown is not None:
-            markdown.write_text(self.markdown())
-        if plain is not None:
-            content = {
-                "about": self.about,
-                "invariants": self.without_invariant(),
-                "without the dense oracle": self.without_dense_oracle(),
-                "features": self.without_feature(),
-                "mutants": self.mutants,
-            }
-            plain.write_text(json.dumps(content, indent=1) + "\n")
+    def plain(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        return {
+            "about": self.about,
+            "invariants": self.without_invariant(),
+            "without the dense oracle": self.without_dense_oracle(),
+            "features": self.without_feature(),
+            "mutants": self.mutants,
+        }
 
 
 def _needs(found: dict[str, Any], word: str) -> bool:

@@ -63,7 +63,7 @@ def jobs_of(mutants: dict[str, Any], seeds: list[int], examples: int | None, che
 
 def work(jobs: list[dict[str, Any]], catalogue: str, workers: int, limit: float) -> list[tuple[Any, Any]]:
     """Every job with its result."""
-    from pagefuzz.tests.mutants.workers import command_of, run
+    from pagefuzz.tests.workers import command_of, run
 
     command = command_of(Path(__file__).resolve(), "--work", "--catalogue", catalogue)
     done, said, terminal = [], time.monotonic(), sys.stderr.isatty()
@@ -163,7 +163,7 @@ def main() -> int:
         import_this_tree()
     if asked.work:
         from pagefuzz.tests.mutants.jobs import Shop
-        from pagefuzz.tests.mutants.workers import serve
+        from pagefuzz.tests.workers import serve
 
         serve(Shop(asked.catalogue))
     if min(asked.workers, asked.limit, *asked.seeds, asked.examples or 1) <= 0:
@@ -191,11 +191,13 @@ def main() -> int:
 
 
 def _matrix(asked: argparse.Namespace) -> int:
+    from pagefuzz.tests.mutants.report import write
+
     print(f"seeds {' '.join(map(str, asked.seeds))}", flush=True)
     report = matrix(asked.catalogue, asked.only, asked.seeds, asked.examples, asked.workers, asked.limit)
     whole = asked.only == "*" and asked.catalogue == CATALOGUE
     print(report.terminal(shutil.get_terminal_size((200, 50)).columns))
-    report.write(asked.markdown, asked.json)
+    write(report, asked.markdown, asked.json)
     problems = report.problems(every_invariant=whole)
     print(*(f"FAILED: {sentence}" for sentence in problems), sep="\n", end="\n" if problems else "")
     print(report.headline(), f"{report.about['seconds']} s.", "Failed." if problems else "Nothing fails.")
@@ -204,6 +206,7 @@ def _matrix(asked: argparse.Namespace) -> int:
 
 def _idle(asked: argparse.Namespace) -> int:
     from pagefuzz.tests.mutants import idle
+    from pagefuzz.tests.mutants.report import write
 
     mutants = chosen(asked.catalogue, asked.only)
     seed, examples = asked.seeds[0], asked.examples or IDLE_EXAMPLES
@@ -213,7 +216,7 @@ def _idle(asked: argparse.Namespace) -> int:
     about = {**about_run(asked.workers), "seed": seed, "examples": examples}
     found = idle.Idle({**about, "seconds": round(time.monotonic() - started)}, done)
     print(found.text())
-    found.write(asked.markdown, asked.json)
+    write(found, asked.markdown, asked.json)
     return int(any(how in result for result in done.values() for how in ("crashed", "hung", "error")))
 
 

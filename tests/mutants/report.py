@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from pagefuzz.oracles.invariant import invariants
 from pagefuzz.tests.mutants.other_checks import CHECKS
@@ -194,7 +194,7 @@ class Report:
         return out.getvalue().rstrip()
 
     def markdown(self) -> str:
-        about = {name: _plain(value) for name, value in self.about.items()}
+        about = {name: in_words(value) for name, value in self.about.items()}
         headings, cells = self.table()
         kinds = ["mutants named", "mutants seen", "mutants seen by nothing else"]
         by_invariant = [[name, *map(str, counts.values())] for name, counts in self.by_invariant().items()]
@@ -219,19 +219,31 @@ class Report:
             parts += ["## What fails", "\n".join(f"- {sentence}" for sentence in problems)]
         return "\n\n".join(parts) + "\n"
 
-    def write(self, markdown: Path | None, plain: Path | None) -> None:
-        """Write the Markdown and the JSON, each where a path is given."""
-        if markdown is not None:
-            markdown.write_text(self.markdown())
-        if plain is not None:
-            content = {
-                "about": self.about,
-                "headline": self.headline(),
-                "problems": self.problems(),
-                "by_invariant": self.by_invariant(),
-                "mutants": [asdict(row) for row in self.rows],
-            }
-            plain.write_text(json.dumps(content, indent=1) + "\n")
+    def plain(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        return {
+            "about": self.about,
+            "headline": self.headline(),
+            "problems": self.problems(),
+            "by_invariant": self.by_invariant(),
+            "mutants": [asdict(row) for row in self.rows],
+        }
+
+
+class Written(Protocol):
+    """What `write` takes."""
+
+    def markdown(self) -> str: ...
+
+    def plain(self) -> dict[str, Any]: ...
+
+
+def write(report: Written, markdown: Path | None, plain: Path | None) -> None:
+    """Write a report's Markdown and JSON, each where a path is given."""
+    if markdown is not None:
+        markdown.write_text(report.markdown())
+    if plain is not None:
+        plain.write_text(json.dumps(report.plain(), indent=1) + "\n")
 
 
 def read(path: Path) -> Report:
@@ -245,7 +257,7 @@ def markdown_table(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> s
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def _plain(value: Any) -> str:
+def in_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
