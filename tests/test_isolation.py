@@ -402,13 +402,28 @@ def test_a_wrong_limit_gets_one_sentence(option: str, tmp_path: Path) -> None:
     assert done.text.strip() == f"ERROR: {name} {value}: should be a number above 0."
 
 
+def test_a_crash_that_does_not_come_back_is_not_repeatable(tmp_path: Path) -> None:
+    once = """
+    @kernel("slot_mapping")
+    def once(block_tables, seq_ids, positions, block_size):
+        if not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), 9)
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+    """
+    (tmp_path / "adapter.py").write_text(dedent(ADAPTER) + dedent(once))
+    done = pytest_in(tmp_path, "--adapter", "adapter.py", *LIMITS, "--kernel", "once")
+    assert done.code == 1 and "not repeatable: once broke I0 once" in done.text, done.text
+    assert done.command("seen") == "crashed: signal 9, SIGKILL"
+
+
 # ---- interrupted runs
 
 
 def run_that_waits(folder: Path, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that has saved a failure of `wrong` and now waits for a kernel; and the processes that wait."""
     (folder / "adapter.py").write_text(dedent(ADAPTER))
-    chosen = ("--adapter", "adapter.py", "--kernel", "w*s", "--kernel", "wrong", "--hypothesis-profile", "tiny")
+    chosen = ("--adapter", "adapter.py", "--kernel", "waits", "--kernel", "wrong", "--hypothesis-profile", "tiny")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TREE / "fuzz"), "--case-limit", "500"]
     run = subprocess.Popen(
         [*command, *chosen, *options],
