@@ -1,5 +1,7 @@
 """What it costs that a kernel runs in a process of its own: the same drawn cases, here and there by turns.
 
+Processor time of both processes, a verdict; by wall: the median of the difference.
+
 python bench/isolation.py [--cases N] [--kernel PATTERN] [--seed N]
 """
 
@@ -9,6 +11,8 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +25,11 @@ def timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return (time.perf_counter() - began) * 1000
+
+
+def processor(pid: int) -> float:
+    """Milliseconds of processor time of this process and that one."""
+    return time.process_time() * 1000 + int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e6
 
 
 def main() -> None:
@@ -43,26 +52,27 @@ def main() -> None:
     torch.set_num_threads(1)
     load_own()
     here = Runner(CpuArena(), interpreted=True)
-    print(f"{'kernel':60}{'verdict here':>14}{'there':>8}{'more, median':>14}{'9 in 10':>9}{'a start':>9}   (ms)")
+    print(f"{'kernel':60}{'here':>8}{'there':>8}{'more':>8}{'more, by wall':>14}{'a start':>9}   (ms)")
     for name, kernel in choose(arguments.kernel).items():
         there = Isolated(kernel, lambda: Runner(CpuArena(), interpreted=True))
         judges = [Judge(kernel, here), Judge(kernel, there)]
         cases: list[Case] = []
         strategy = STRATEGIES[kernel.operation.name](kernel.declared, here.limits, ())
         each_case(strategy, arguments.cases, arguments.seed, cases.append)
-        start = timed(lambda there=there: there.limits)
+        start = timed(partial(getattr, there, "limits"))
         for case in cases[:50]:  # imports, first launches
             for judge in judges:
                 judge.verdict(case)
-        times = np.empty((len(cases), 2))
+        assert there.worker is not None
+        times, used = np.empty((len(cases), 2)), np.zeros(2)
         for index, case in enumerate(cases):
             for turn in (0, 1) if index % 2 else (1, 0):
-                times[index, turn] = timed(lambda judge=judges[turn], case=case: judge.verdict(case))
-        more = times[:, 1] - times[:, 0]
-        print(
-            f"{name:60}{times[:, 0].mean():>14.2f}{times[:, 1].mean():>8.2f}{np.median(more):>14.2f}"
-            f"{np.quantile(more, 0.9):>9.2f}{start:>9.1f}"
-        )
+                before = processor(there.worker.pid)
+                times[index, turn] = timed(partial(judges[turn].verdict, case))
+                used[turn] += processor(there.worker.pid) - before
+        used /= len(cases)
+        more = np.median(times[:, 1] - times[:, 0])
+        print(f"{name:60}{used[0]:>8.2f}{used[1]:>8.2f}{used[1] - used[0]:>8.2f}{more:>14.2f}{start:>9.1f}")
         there.close()
 
 

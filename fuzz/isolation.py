@@ -3,6 +3,8 @@
 The process is forked, so it has what the adapter set up and starts in milliseconds; it stays, and takes one case after
 the other, until it dies, takes too long, or the run ends. Cases go to it and observations come back over a socket that
 nobody else has; judging, shrinking and saving stay where they were. Linux only, as the arena is.
+
+On the CPU a page that cannot be accessed lies right behind every tensor that is no cache.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation
-from pagefuzz.strategies.case import Case, InvalidCase, Limits
+from pagefuzz.strategies.case import Case, InvalidCase, Limits, arguments_of
 
 CASE_LIMIT = 10.0  # seconds that one run of the kernel may take
 WARM_UP = 3.0  # times that, for the first one, which may have to compile
@@ -104,7 +108,7 @@ class Isolated:
                 assert isinstance(what, Observation)
                 if what.ended:
                     self.close()
-                return what
+                return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(case, what)
             if kind == "invalid":
                 raise InvalidCase(what)
             # An earlier case may have eaten the memory, or written into Python's: a fresh process tells.
@@ -112,6 +116,18 @@ class Isolated:
             if second and kind == "exhausted":
                 return Observation(ended=f"out of memory: {what}")
         raise RuntimeError(f"while a kernel in a process of its own was observed:\n{what}")
+
+    def _past_the_end(self, case: Case, crashed: Observation) -> Observation:
+        """Say which tensors' guard pages a run was killed by, if it was."""
+        if self._survives(case, ""):
+            tensors = [buffer.name for buffer in arguments_of(case).buffers if not buffer.is_cache]
+            if past := [name for name in tensors if not self._survives(case, name)]:
+                return replace(crashed, ended=f"{crashed.ended}, at what lies right behind {' and '.join(past)}")
+        return crashed
+
+    def _survives(self, case: Case, guarded: str) -> bool:
+        kind, what = self._asked(case, guarded)
+        return kind == "observed" and not what.ended
 
     def close(self) -> None:
         """End the process, if there is one; the next run starts another."""
@@ -135,14 +151,14 @@ class Isolated:
             self.known = self.known or what
         return self.worker
 
-    def _asked(self, case: Case) -> tuple[str, Any]:
+    def _asked(self, case: Case, guarded: str = EVERY) -> tuple[str, Any]:
         worker = self._started()
         limit = self.limit if self.warm else WARM_UP * self.limit
         if self.warm and self.hurry:
             limit = min(limit, max(LEAST_HURRIED, TIMES_SLOWEST * self.slowest))
         began = time.monotonic()
         try:
-            worker.send((case, os.environ.get(TEST)))
+            worker.send((case, guarded, os.environ.get(TEST)))
             answer = worker.answer(limit)
         except _Died:
             self.worker = None
@@ -329,7 +345,9 @@ def _serve(
         os._exit(0)
     me = os.getpid()
     while True:
-        case, test = _received(asked)
+        case, guarded, test = _received(asked)
+        if isinstance(runner.arena, CpuArena):
+            runner.arena.guarded = guarded
         if test is not None:
             os.environ[TEST] = test
         answer = _observed(runner, kernel, case)
@@ -356,6 +374,27 @@ def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
         if "alloc" in str(error) or getattr(error, "errno", None) == 12:  # torch's CPU allocator; ENOMEM
             return "exhausted", " ".join(f"{type(error).__name__}: {error}".split())[:LAST_WORDS]
         return "fault", traceback.format_exc()
+
+
+def in_a_fork(check: Callable[[], object]) -> None:
+    """Call `check` in a process that ends with it. Raises RuntimeError with what it raised there."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faulthandler.disable()
+            check()
+        except BaseException as error:
+            os.write(writing, str(error).encode(errors="replace")[:4096])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        said = file.read().decode(errors="replace")
+    if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        said = said or f"the check ended with {status}"
+    if said:
+        raise RuntimeError(said)
 
 
 def memory_for_one() -> int:

@@ -88,7 +88,7 @@ def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import session as sessions
     from pagefuzz.kernels.registry import registered
 
-    device = _device(config.getoption("--device"))
+    device = _device(config.getoption("--device"), apart=bool(config.getoption("--isolate")))
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     for adapter in adapters:
         sessions.load_adapter(adapter)
@@ -169,19 +169,28 @@ def _load_profile(config: pytest.Config) -> None:
             raise UsageError(f"--hypothesis-profile {name}: {' '.join(str(error).split())}") from None
 
 
-def _device(asked: str | None) -> str:
-    """The device to run on; sets TRITON_INTERPRET for it, before anything imports triton."""
+def _device(asked: str | None, apart: bool) -> str:
+    """The device to run on; sets TRITON_INTERPRET for it, before anything imports triton.
+
+    apart: this process must leave the device alone, since its forks could not use it then.
+    """
+    from pagefuzz.fuzz.isolation import in_a_fork
     from pagefuzz.fuzz.session import UsageError
 
     if "triton" not in sys.modules and asked is not None and asked.startswith("cpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+    if apart:
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     if asked is None:
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
-        torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
+        if apart and device.type != "cpu":
+            in_a_fork(lambda: torch.zeros(1, device=device).item())
+        else:
+            torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
     except Exception as error:  # each backend has its own way to say that it is not there
         raise UsageError(f"--device {asked}: {' '.join(str(error).split())[:200]}") from None
     if device.type == "cpu":

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagefuzz.fuzz.arena import CpuArena
+from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, is_own
+from pagefuzz.fuzz.isolation import Isolated, in_a_fork, is_own
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
 from pagefuzz.fuzz.session import Session, load_own
@@ -32,7 +33,8 @@ from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Declaration, Kernel, registered
 from pagefuzz.kernels.torch_slot_mapping import torch_slot_mapping
 from pagefuzz.strategies import STRATEGIES
-from pagefuzz.strategies.case import Case, InvalidCase, Sequence
+from pagefuzz.strategies.case import Case, InvalidCase, Sequence, arguments_of
+from pagefuzz.strategies.number_formats import ITEMSIZE
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.tests.commands import TREE, counts, environ, failures, group, pytest_in
@@ -74,6 +76,10 @@ def at(position: int, act: Callable[[], object]) -> Callable[..., torch.Tensor]:
         return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
 
     return slots
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _spin() -> None:
@@ -221,6 +227,63 @@ def test_what_a_kernel_prints_is_not_lost(started: Callable[..., Isolated], capf
     runs = started(at(2, lambda: (print("from Python"), os.write(2, b"from C\n"))))
     assert runs.observe(runs.kernel, one_token(2)).finished
     assert capfd.readouterr() == ("from Python\n", "from C\n")
+
+
+# ---- guard pages
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_an_access_right_behind_a_block_table_is_a_crash_that_names_it(
+    blocks: int, reads: bool, started: Callable[..., Isolated]
+) -> None:
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if (positions == 2).any():
+            behind = block_tables.data_ptr() + block_tables.numel() * block_tables.element_size()
+            ctypes.string_at(behind, 4) if reads else ctypes.memset(behind, 1, 1)
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+    runs = started(slots)
+    assert runs.observe(runs.kernel, one_token(1, blocks)).finished
+    ended = runs.observe(runs.kernel, one_token(2, blocks)).ended
+    assert re.fullmatch(
+        r"crashed: signal 11, SIGSEGV \(at test_isolation\.py, line \d+\), at what lies right behind block_tables",
+        ended,
+    )
+    with runs.hurried():
+        assert runs.observe(runs.kernel, one_token(2, blocks)).ended.endswith(")")
+    assert runs.observe(runs.kernel, one_token(3, blocks)).finished
+
+
+def test_ends_are_as_near_to_the_guard_pages_as_alignment_allows() -> None:
+    load_own()
+    arena = CpuArena()
+    arena.guarded = EVERY
+    gaps: dict[str, set[int]] = {}
+
+    def look(case: Case) -> None:
+        try:
+            arguments = arguments_of(case)
+            placed = arena.place(arguments)
+        except InvalidCase:
+            assert not arena.guards
+            return
+        starts = {buffer.name: start for start, buffer in arena.places}
+        guarded = [buffer for buffer in arguments.buffers if not buffer.is_cache and buffer.size]
+        assert len(arena.guards) == len(guarded)
+        for buffer in guarded:
+            end = starts[buffer.name] + buffer.size * ITEMSIZE[buffer.dtype]
+            guard = min(guard for guard in arena.guards if guard >= end)
+            gaps.setdefault(buffer.dtype, set()).add(guard - end)
+            assert starts[buffer.name] % (16 if "int" in buffer.dtype else 64) == 0
+        assert not arena.changes() and not arena.touched() and len(placed) == len(arguments.values)
+        arena.forget()
+        assert not arena._populated() and not arena.guards
+
+    kernel = registered()["torch_paged_decode_attention"]
+    each_case(STRATEGIES[kernel.operation.name](kernel.declared, arena.limits, ()), 60, 5, look)
+    assert {"int32", "int64", "float32", "float16", "bfloat16"} <= gaps.keys()
+    assert all(0 in found and max(found) < (16 if "int" in dtype else 64) for dtype, found in gaps.items()), gaps
 
 
 # ---- verdicts
@@ -415,6 +478,16 @@ def test_a_crash_that_does_not_come_back_is_not_repeatable(tmp_path: Path) -> No
     done = pytest_in(tmp_path, "--adapter", "adapter.py", *LIMITS, "--kernel", "once")
     assert done.code == 1 and "not repeatable: once broke I0 once" in done.text, done.text
     assert done.command("seen") == "crashed: signal 9, SIGKILL"
+
+
+def test_a_device_is_looked_for_in_a_fork_where_kernels_are_isolated(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "--isolate", "--device", "meta")
+    assert done.code == pytest.ExitCode.USAGE_ERROR and done.text.startswith("ERROR: --device meta: "), done.text
+    in_a_fork(lambda: None)
+    with pytest.raises(RuntimeError, match=r"^no such device$"):
+        in_a_fork(partial(_raise, ValueError("no such device")))
+    with pytest.raises(RuntimeError, match=r"^the check ended with -6$"):
+        in_a_fork(os.abort)
 
 
 # ---- interrupted runs
