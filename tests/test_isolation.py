@@ -229,6 +229,14 @@ def test_what_a_kernel_prints_is_not_lost(started: Callable[..., Isolated], capf
     assert capfd.readouterr() == ("from Python\n", "from C\n")
 
 
+def test_the_arena_of_the_run_is_out_of_reach(started: Callable[..., Isolated]) -> None:
+    arena = runner().arena
+    assert isinstance(arena, CpuArena) and not arena._populated()
+    runs = started(at(2, lambda: ctypes.memset(arena.base + arena.size // 2, 1, 1)))
+    runs.observe(runs.kernel, one_token(2))
+    assert not arena._populated()
+
+
 # ---- guard pages
 
 
@@ -416,19 +424,22 @@ PLANTED = {
     "eats_in_c": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
 }
 LIMITS = ("--case-limit", "1", "--memory-limit", "0.25", "--hypothesis-profile", "tiny")
-CHOSEN = [part for name in (*PLANTED, "good", "wrong") for part in ("--kernel", name)]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_each_planted_end_is_shrunk_saved_and_replayed_and_harms_nobody(workers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "planted"), [("0", ("reads", "leaves", "eats_in_c")), ("2", tuple(PLANTED))])
+def test_each_planted_end_is_shrunk_saved_and_replayed_and_harms_nobody(
+    workers: str, planted: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "adapter.py").write_text(dedent(ADAPTER))
-    options = ("--adapter", "adapter.py", *LIMITS, *CHOSEN, "-n", workers)
+    chosen = [part for name in (*planted, "good", "wrong") for part in ("--kernel", name)]
+    options = ("--adapter", "adapter.py", *LIMITS, *chosen, "-n", workers)
     done = pytest_in(tmp_path, *options)
-    assert done.code == 1 and counts(done.text) == {"failed": len(PLANTED) + 1, "passed": 1}, done.text
+    assert done.code == 1 and counts(done.text) == {"failed": len(planted) + 1, "passed": 1}, done.text
     assert "I4 violated by wrong: " in done.text and "Fatal Python error" not in done.text
     saved = {read(path)[0].kernel: read(path) for path in failures(tmp_path)}
-    assert saved.keys() == {*PLANTED, "wrong"}
-    for name, said in PLANTED.items():
+    assert saved.keys() == {*planted, "wrong"}
+    for name in planted:
+        said = PLANTED[name]
         report = done.text[done.text.index(f"I0 violated by {name}: a case inside the declaration runs") :]
         assert re.match(said, re.split(r"\n  seen +", report)[1]), report
         kept, case = saved[name]
@@ -436,8 +447,8 @@ def test_each_planted_end_is_shrunk_saved_and_replayed_and_harms_nobody(workers:
         assert isinstance(case, SlotMappingCase) and case.block_size == 1 and len(case.sequences) == 1
         assert [token.position for token in case.tokens] == [2], name
     again = pytest_in(tmp_path, "--replay", ".pagefuzz/failures", "--adapter", "adapter.py", *LIMITS, "-n", workers)
-    assert again.code == 1 and counts(again.text) == {"failed": len(PLANTED) + 1}, again.text
-    for name in PLANTED:
+    assert again.code == 1 and counts(again.text) == {"failed": len(planted) + 1}, again.text
+    for name in planted:
         assert f"still fails: I0 violated by {name}" in again.text
 
 
