@@ -180,6 +180,7 @@ class CpuArena(Arena):
                         "cannot map 1 GiB of sparse memory for the arena; raise the limit on address space (ulimit -v)"
                     ) from None
                 continue
+            self.memory.madvise(mmap.MADV_DONTFORK)  # a process of this one's has its own, and must not harm this
             self.size = 1 << power
             break
         self.memory[self.size // 2] = 1
