@@ -9,6 +9,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -50,14 +51,14 @@ def main() -> None:
         cases: list[Case] = []
         strategy = STRATEGIES[kernel.operation.name](kernel.declared, here.limits, ())
         each_case(strategy, arguments.cases, arguments.seed, cases.append)
-        start = timed(lambda there=there: there.limits)
+        start = timed(partial(getattr, there, "limits"))
         for case in cases[:50]:  # imports, first launches
             for judge in judges:
                 judge.verdict(case)
         times = np.empty((len(cases), 2))
         for index, case in enumerate(cases):
             for turn in (0, 1) if index % 2 else (1, 0):
-                times[index, turn] = timed(lambda judge=judges[turn], case=case: judge.verdict(case))
+                times[index, turn] = timed(partial(judges[turn].verdict, case))
         more = times[:, 1] - times[:, 0]
         print(
             f"{name:60}{times[:, 0].mean():>14.2f}{times[:, 1].mean():>8.2f}{np.median(more):>14.2f}"
