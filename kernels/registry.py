@@ -21,6 +21,7 @@ from pagefuzz.kernels.operations import OPERATIONS, Operation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+LONGEST_NAME = 90  # so that the names of a pair fit a saved file, too
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 INDEX_DTYPES = ("int32", "int64")
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "input")
@@ -211,6 +212,11 @@ def kernel(operation: str, *, name: str | None = None, **declarations: Any) -> C
         kernel_name = name or getattr(call, "__name__", "")
         if not callable(call) or not kernel_name or not isinstance(kernel_name, str):
             raise RegistrationError(f"kernel of {operation!r}: {call!r} is not a callable with a name; pass name=...")
+        if len(kernel_name) > LONGEST_NAME:
+            raise RegistrationError(
+                f"kernel {kernel_name[:40]!r}...: a name of {len(kernel_name)} characters; {LONGEST_NAME} are enough: "
+                "pass a shorter name=..."
+            )
         declared = _checked(kernel_name, declarations)
         _check_signature(kernel_name, call, OPERATIONS[operation], declared)
         if kernel_name in _registry:

@@ -13,6 +13,7 @@ from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.dense import paged_decode_attention as dense_paged_decode_attention
 from pagefuzz.oracles.dense import reshape_and_cache as dense_reshape_and_cache
 from pagefuzz.oracles.dense import slot_mapping as dense_slot_mapping
+from pagefuzz.oracles.dense import write_then_decode as dense_write_then_decode
 from pagefuzz.oracles.dense.paged_decode_attention import AttentionAnswer
 from pagefuzz.oracles.invariant import Violation
 from pagefuzz.oracles.loop import paged_decode_attention as loop_paged_decode_attention
@@ -35,6 +36,11 @@ LOOP: dict[str, Callable[..., Any]] = {
     "reshape_and_cache": loop_reshape_and_cache.right_answer,
     "paged_decode_attention": loop_paged_decode_attention.right_answer,
     "write_then_decode": loop_write_then_decode.right_answer,
+}
+# What the addressed slots hold after a call, by cache: [tokens, KVH * D] bits.
+WRITTEN: dict[str, Callable[..., dict[str, np.ndarray]]] = {
+    "reshape_and_cache": dense_reshape_and_cache.right_answer,
+    "write_then_decode": dense_write_then_decode.written,
 }
 AGREEMENT = 2.0**-40  # of the float64 oracles, relative to the largest value that took part
 
@@ -89,9 +95,9 @@ def first_difference(
     """
     right = answer(case, declared)
     if isinstance(right, AttentionAnswer):
-        return _attention_difference(case, run, right, rows)
+        return _attention_difference(case, run, right, rows) or written_difference(case, run)
     if isinstance(right, dict):
-        return _copy_difference(case, run, right)
+        return written_difference(case, run)
     assert run.output is not None
     wrong = np.flatnonzero(run.output.bits != right)
     if not len(wrong):
@@ -129,7 +135,11 @@ def _attention_difference(
     return None
 
 
-def _copy_difference(case: Any, run: Observation, right: dict[str, np.ndarray]) -> Difference | None:
+def written_difference(case: Any, run: Observation) -> Difference | None:
+    """Where an addressed slot of a finished run first holds other bits than its token, or None."""
+    if not case.watched():
+        return None
+    right = WRITTEN[case.operation](case)
     addressed = [t for t, slot in enumerate(case.slots) if slot >= 0]
     for name, rows in right.items():
         for place, t in enumerate(addressed):

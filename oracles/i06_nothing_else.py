@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import first_difference, stray_change, stray_store
+from pagefuzz.oracles.answers import stray_change, stray_store, written_difference
 from pagefuzz.oracles.invariant import Invariant, Violation
 from pagefuzz.oracles.observation import Observation
 
@@ -26,5 +26,5 @@ class NothingElseChanges(Invariant):
         stray = stray_change(case, run) or stray_store(case, run)
         if stray or not case.watched() or not run.finished:
             return stray
-        difference = first_difference(case, run, declared)
+        difference = written_difference(case, run)
         return difference.violation() if difference else None

@@ -23,6 +23,7 @@ BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
 ORDERS = (0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4)  # of programs; `Case.order`
+LARGE_SHARE = 1 / 32  # of the cases are large along one axis
 ONE_IN_6 = (False,) * 5 + (True,)
 # Of the values, and of what there are many of: lengths, the order of blocks, tokens. A choice for each would cost more;
 # and since Hypothesis copies a choice to where it made another like it, large cases would come more often.

@@ -41,6 +41,8 @@ POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 DRAWN_VALUES = (
     *("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows", "low_scores"),
 )
+# Some cases are large along one axis, and small otherwise: what kernels do in tiles of 64 shows in no small case.
+LARGE = ("tokens", "sequences", "kv heads", "group", "head dim")
 # Drawn by no strategy: the special values of I3 and I5, and those of the relations whose runs may add in other orders.
 PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
 NEEDLES = "needles"
@@ -494,7 +496,8 @@ def cases(
     empty = declared.empty != "never"
     poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
     dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, declared.index_dtypes)
-    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
+    group_sizes = draws.sizes(declared, "group_sizes", draws.GROUP_SIZES)
+    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), group_sizes)
     # scales: 0 stands for 1 / sqrt(D)
     dims = draws.one_of_each(draws.sizes(declared, "head_dims", draws.HEAD_DIMS), (0.0, 1.0, 0.0, 0.5, 0.125))
     block_sizes = st.sampled_from(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
@@ -510,6 +513,17 @@ def cases(
         num_kv_heads, group_size = draw(heads)
         head_dim, scale = draw(dims)
         block_size = draw(block_sizes)
+        large = chance.choice(LARGE) if chance.random() < draws.LARGE_SHARE else ""
+        if large == "kv heads":
+            num_kv_heads, group_size = chance.choice((6, 8, 9)), min(group_sizes)
+        elif large in ("group", "head dim", "tokens"):
+            num_kv_heads = 1
+        if large == "group":
+            sizes = [size for size in (16, 17) if declared.supports_size("group_sizes", size)]
+            group_size = chance.choice(sizes or [group_size])
+        if large == "head dim":
+            sizes = [size for size in (192, 256) if declared.supports_size("head_dims", size)]
+            head_dim = chance.choice(sizes or [head_dim])
         num_kv_heads = draws.fewer_heads(num_kv_heads, block_size * head_dim)
         count, table_padding = draw(counts)
         # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
@@ -517,6 +531,13 @@ def cases(
         most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
         count = min(count, max(tokens // (block_size + 1), 1))
         lengths = [context_length(chance, block_size, most, empty) for _ in range(count)]
+        if large == "tokens":
+            most = min(40 * block_size, 1100, max(4 * TOKEN_VALUES // (group_size * head_dim), most))
+            lengths = [chance.randint(most // 2 + 1, most)]
+        elif large == "sequences":
+            lengths = [
+                context_length(chance, block_size, 2 * block_size, empty) for _ in range(chance.choice((5, 8, 9)))
+            ]
         k_layout, v_layout = cache_layouts(chance, declared, head_dim)
         case = PagedDecodeAttentionCase(
             block_size=block_size,

@@ -376,6 +376,8 @@ def cases(
         num_kv_heads = draws.fewer_heads(num_kv_heads, 2 * block_size * head_dim)
         count = min(draw(counts), max(1, MAX_ELEMENTS // (8 * block_size * num_kv_heads * head_dim) - 1))
         spare, far, distance = draw(pools)
+        if chance.random() < draws.LARGE_SHARE and num_kv_heads * head_dim * block_size <= 512:
+            count = chance.choice((33, 64, 130))
         k_layout, v_layout = cache_layouts(chance, declared, head_dim)
         case = ReshapeAndCacheCase(
             block_size=block_size,

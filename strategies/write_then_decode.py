@@ -55,13 +55,22 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
                     found.append((b, position, row.blocks[page] * self.block_size + offset))
         return found
 
-    def arguments(self) -> Arguments:
-        decode = super().arguments().values
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slot mapping."""
+        return tuple(slot for _, _, slot in self.written())
+
+    def new_token_ids(self) -> np.ndarray:
+        """int64[T]: the ids of the tokens that the call writes."""
         written = self.written()
         ids = {b: self.token_ids(b) for b in {b for b, _, _ in written}}
-        tokens = np.array([ids[b][position] for b, position, _ in written], dtype=np.int64)
-        shape = (len(written), self.num_kv_heads, self.head_dim)
-        slots = np.array([slot for _, _, slot in written], dtype=self.index_dtype)
+        return np.array([ids[b][position] for b, position, _ in written], dtype=np.int64)
+
+    def arguments(self) -> Arguments:
+        decode = super().arguments().values
+        tokens = self.new_token_ids()
+        shape = (len(tokens), self.num_kv_heads, self.head_dim)
+        slots = np.array(self.slots, dtype=self.index_dtype)
         for name, cache in self.caches().items():
             tensor = decode[name]
             assert isinstance(tensor, Tensor)
@@ -82,7 +91,7 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
         )
 
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
-        slots = np.array([slot for _, _, slot in self.written()], dtype=np.int64)
+        slots = np.array(self.slots, dtype=np.int64)
         return {
             name: (cache.buffer, cache.elements(slots, self.block_size, self.num_kv_heads, self.head_dim))
             for name, cache in self.caches().items()

@@ -27,14 +27,13 @@ LIMIT = 600.0  # seconds that one job may take
 
 
 def _import_pagefuzz() -> None:
-    """Make the tree importable where it is not installed."""
+    """Make this tree the one that is imported, whatever is installed."""
     import importlib.util
 
-    if importlib.util.find_spec("pagefuzz") is None:
-        spec = importlib.util.spec_from_file_location("pagefuzz", ROOT / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["pagefuzz"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location("pagefuzz", ROOT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules["pagefuzz"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def kernels() -> dict[str, Any]:
@@ -107,7 +106,8 @@ def soak(minutes: float, workers: int, first: int) -> int:
             print(f"{job['kernel']}, seed {job['seed']}: {fault}", flush=True)
     for name in names:
         print(f"{name:60}{cases[name]:>8} cases")
-    print(f"{cases.total()} cases, {wrong} alarms")
+    idle = sum(not cases[name] for name in names)
+    print(f"{cases.total()} cases, {wrong} alarms" + (f"; no time for {idle} kernels" if idle else ""))
     return wrong
 
 
@@ -123,12 +123,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (default 1)")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not arguments.minutes > 0 or arguments.workers < 1:
+        parser.error("--minutes and --workers must be above 0")
     _import_pagefuzz()
     if arguments.work:
         from pagefuzz.tests.mutants.workers import serve
 
         serve(work)
-    return int(soak(arguments.minutes, arguments.workers, arguments.first) > 0)
+    try:
+        return int(soak(arguments.minutes, arguments.workers, arguments.first) > 0)
+    except KeyboardInterrupt:
+        print("interrupted: no process is left")
+        return 130
 
 
 if __name__ == "__main__":

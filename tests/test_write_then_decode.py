@@ -21,6 +21,8 @@ from pagefuzz.strategies.paged_decode_attention import DRAWN_VALUES, PROBES, Pag
 from pagefuzz.strategies.tensors import Tensor
 from pagefuzz.strategies.values import poison_bits
 from pagefuzz.strategies.write_then_decode import NEW_TOKENS, WriteThenDecodeCase
+from pagefuzz.tests.good_kernels import GOOD
+from pagefuzz.tests.killing import find
 
 BOTH = "write_then_decode"
 STRIDED = Declaration(cache_layouts=("strided",))
@@ -272,3 +274,26 @@ def test_many_new_tokens_take_little_time() -> None:
     started = time.process_time()
     key = case.arguments().tensors["key"]
     assert key.shape == (4096, 1, 1) and time.process_time() - started < 2
+
+
+# ------------------------------------------------------------------------------------------- what is left in the cache
+
+
+@pytest.mark.parametrize("left", ["nothing", "rubbish"])
+def test_a_right_output_does_not_excuse_a_wrong_cache(left: str) -> None:
+    """Kernels that take the new tokens as they come and leave the next step nothing, or rubbish, to read."""
+    (good,) = (kernel for kernel in GOOD if kernel.name == "new_tokens_from_registers")
+
+    def bad(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, *rest: Any) -> Any:
+        before = k_cache.clone(), v_cache.clone()
+        out = good.call(key, value, k_cache, v_cache, slots, *rest)
+        for tensor, old in zip((k_cache, v_cache), before, strict=True):
+            for slot in slots.tolist():
+                place = slot // tensor.shape[1], slot % tensor.shape[1]
+                tensor[place] = old[place] if left == "nothing" else 1234
+        return out
+
+    killed = find(replace(good, name=left, call=bad), examples=200, seed=1)
+    assert killed is not None and killed.verdict.named == "I6" and "I4" in killed.verdict.also
+    assert isinstance(killed.case, WriteThenDecodeCase) and len(killed.case.slots) == 1
+    assert "the bits of the token" in str(killed.verdict.violation)
