@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sysconfig
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pagefuzz.fuzz.arena import Arena
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
-from pagefuzz.strategies.case import Case, arguments_of
+from pagefuzz.strategies.case import Case, Limits, arguments_of
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
 _BITS_OF_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,6 +60,17 @@ def _fill(kind: str, dtype: torch.dtype) -> float:
     return {"zeros": 0, "smallest": 1, "tenant": 1, "minus_infinity": least}.get(kind, most)
 
 
+class Observer(Protocol):
+    """What runs cases: here, or in a process of its own (isolation.py)."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def observe(self, kernel: Kernel, case: Case) -> Observation: ...
+
+    def hurried(self) -> AbstractContextManager[Callable[[], bool]]: ...
+
+
 class Runner:
     """Runs cases in one arena, one after the other."""
 
@@ -69,6 +81,15 @@ class Runner:
             from pagefuzz.fuzz.interpreter import install
 
             install()
+
+    @property
+    def limits(self) -> Limits:
+        """What the strategies may draw for the arena here."""
+        return self.arena.limits
+
+    def hurried(self) -> AbstractContextManager[Callable[[], bool]]:
+        """Nobody ends a run here, so there is no patience to lose."""
+        return nullcontext(lambda: False)
 
     def observe(self, kernel: Kernel, case: Case) -> Observation:
         """One run. Raises InvalidCase where the case does not fit this machine; what the kernel raises is observed."""
@@ -97,6 +118,8 @@ class Runner:
                 raise
             except BaseException as error:  # a kernel that exits or skips is observed like one that raises
                 raised = _raised(error)
+        if raised is not None and not self._is_alive():
+            return Observation(ended=f"crashed: {raised}")
         wild = None
         if trace is not None and trace.wild is not None:
             at = trace.wild
@@ -135,6 +158,14 @@ class Runner:
         """Wait for the device, so that its errors belong to this run."""
         if self.arena.device.type != "cpu":
             torch.get_device_module(self.arena.device).synchronize(self.arena.device)
+
+    def _is_alive(self) -> bool:
+        """Whether the device still answers. After an illegal access it does not, in this process."""
+        try:
+            self._finish()
+        except Exception:
+            return False
+        return True
 
 
 def _raised(error: BaseException) -> Raised:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +25,8 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
+from pagefuzz.fuzz.isolation import CASE_LIMIT, Isolated, is_own, memory_for_one
+from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
@@ -34,6 +36,7 @@ from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, InvalidCase
 
 SHARD = 125  # examples
+MOST_PROCESSES = 4  # that wait for the next case of their kernels, on the CPU; an arena on a device is large
 
 
 def shard_seed(seed: int, kernel: str, index: int) -> int:
@@ -159,7 +162,9 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. started: when, in seconds of time.time().
+    shell reads them. named: whether --kernel chose. isolate: whether kernels run in processes of their own; None: those
+    of adapters do, on the CPU. case_limit: seconds that one run may take there. memory_limit: bytes that such a process
+    may take, on the CPU. started: when, in seconds of time.time().
     """
 
     device: str
@@ -170,13 +175,45 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    isolate: bool | None = None
+    case_limit: float = CASE_LIMIT
+    memory_limit: int = field(default_factory=memory_for_one)
     started: float = field(default_factory=time.time)
 
-    @cached_property
-    def runner(self) -> Any:
+    def __post_init__(self) -> None:
+        self.isolated: OrderedDict[str, Isolated] = OrderedDict()
+
+    def is_isolated(self, kernel: Kernel) -> bool:
+        """Whether a kernel runs in a process of its own."""
+        return (self.device == "cpu" and not is_own(kernel)) if self.isolate is None else self.isolate
+
+    def runner_for(self, kernel: Kernel) -> Observer:
+        """What runs the cases of a kernel."""
+        if not self.is_isolated(kernel):
+            return self.runner
         import torch
 
-        from pagefuzz.fuzz.run import Runner
+        torch.set_num_threads(1)  # a pool of threads does not survive the fork
+        if kernel.name not in self.isolated:
+            memory = self.memory_limit if self.device == "cpu" else None  # a driver maps more than there is
+            self.isolated[kernel.name] = Isolated(kernel, self.make_runner, self.case_limit, memory)
+        self.isolated.move_to_end(kernel.name)
+        for idle in list(self.isolated.values())[: -(MOST_PROCESSES if self.device == "cpu" else 1)]:
+            idle.close()
+        return self.isolated[kernel.name]
+
+    def close(self) -> None:
+        """End the processes that kernels ran in."""
+        for isolated in self.isolated.values():
+            isolated.close()
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs cases in this process."""
+        return self.make_runner()
+
+    def make_runner(self) -> Runner:
+        import torch
 
         torch.set_num_threads(1)  # the workers share the cores already
         if self.device == "cpu":
@@ -205,9 +242,9 @@ class Session:
 
     def fuzz(self, kernel: Kernel, index: int, examples: int) -> Statistics:
         """Fuzz one shard. Raises the failure of the first case that breaks an invariant, shrunk and saved."""
-        judge = Judge(kernel, self.runner)
+        judge = Judge(kernel, self.runner_for(kernel))
         relations = tuple(item.id for item in judge.invariants if item.relation)
-        drawn = STRATEGIES[kernel.operation.name](kernel.declared, self.runner.arena.limits, relations)
+        drawn = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.limits, relations)
         statistics = Statistics(kernel.name, kernel.operation.name)
         found: list[tuple[Case, Verdict]] = []
         started = time.perf_counter()
@@ -267,7 +304,7 @@ class Session:
         """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
         NotJudged."""
         kernel = self._kernel_for(wanted)
-        judge = Judge(kernel, self.runner)
+        judge = Judge(kernel, self.runner_for(kernel))
         verdict = _verdict(judge, case)
         if verdict.kind == UNSUPPORTED:
             raise NotJudged(f"unsupported: {verdict.reason}.")

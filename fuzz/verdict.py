@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.run import Observer
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
 from pagefuzz.oracles.invariant import Invariant, Violation, invariants_of
@@ -25,7 +25,8 @@ class Verdict:
     kind: pass, violation, not repeatable, unsupported, oracle disagreement. invariant, violation: the one that is
     named, for a violation. also: the ids of the others that the case breaks. judged: the ids that were asked, relations
     only where the case paid for them. loose: the tolerance says little about this case. runs: of the kernel. reason: a
-    sentence, for the kinds that have no violation.
+    sentence, for the kinds that have no violation. ended: "crashed", "hung" or "out of memory" where the case's own run
+    ended its process.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Verdict:
     loose: bool = False
     runs: int = 0
     reason: str = ""
+    ended: str = ""
 
     @property
     def named(self) -> str:
@@ -57,7 +59,7 @@ class _Runs:
     """The runs of one case and its twins; each happens when it is first looked at. An equal twin of two invariants runs
     once; a twin that equals the case itself is run again, for that is what it is for."""
 
-    def __init__(self, kernel: Kernel, case: Case, runner: Runner) -> None:
+    def __init__(self, kernel: Kernel, case: Case, runner: Observer) -> None:
         self.kernel, self.case, self.runner = kernel, case, runner
         self.known: dict[Case, Observation] = {}
         self.count = 0
@@ -103,7 +105,7 @@ class _Observations(Mapping[str, Observation]):
 class Judge:
     """Judges cases of one kernel on one runner."""
 
-    def __init__(self, kernel: Kernel, runner: Runner) -> None:
+    def __init__(self, kernel: Kernel, runner: Observer) -> None:
         self.kernel, self.runner = kernel, runner
         self.invariants = invariants_of(kernel.operation.name)
 
@@ -126,7 +128,7 @@ class Judge:
             case.check()
             check_oracles(case, declared)
             runs = _Runs(self.kernel, case, self.runner)
-            runs.observe(case)
+            ended = runs.observe(case).ended
         except InvalidCase as invalid:
             return Verdict(UNSUPPORTED, reason=str(invalid))
         except OracleDisagreement as fault:
@@ -137,6 +139,8 @@ class Judge:
         if asked is not None:
             first = [item for item in applicable if item.id in asked]
             paid = set(first)
+        if ended:  # there is nothing to look at but that, and each twin might cost another process
+            applicable = first = [item for item in applicable if item.of_ended_runs]
         violated: dict[Invariant, Violation] = {}
         for item in first:
             found = self._ask(item, case, runs, with_twins=item in paid)
@@ -155,7 +159,9 @@ class Judge:
             return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
         named = min(violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
-        return Verdict(VIOLATION, named, violated[named], also, judged, loose, runs.count)
+        return Verdict(
+            VIOLATION, named, violated[named], also, judged, loose, runs.count, ended=ended.partition(":")[0]
+        )
 
     def _ask(self, item: Invariant, case: Case, runs: _Runs, with_twins: bool = True) -> Violation | None:
         twins = item.twins(case, self.kernel.declared) if with_twins else {}

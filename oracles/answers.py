@@ -245,8 +245,7 @@ def element_words(case: Any, name: str, element: int) -> str:
 
 def unfinished(twin: Observation, what: str) -> Violation:
     """That a twin did not finish where the case itself did."""
-    seen = f"raised {twin.raised}" if twin.raised else str(twin.wild or twin.misreturned)
-    return Violation(f"{seen} {what}", "it runs, as it does without that")
+    return Violation(f"{twin.instead} {what}", "it runs, as it does without that")
 
 
 def bits_differ(
