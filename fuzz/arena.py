@@ -210,6 +210,9 @@ class CpuArena(Arena):
         self.forget()
         self.base = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
         self.before: dict[tuple[int, int], bytes] = {}
+        # By first byte, what views of one buffer are views of. Triton's interpreter copies a storage back to where it
+        # came from unless both are one, and of keys and values packed in one tensor that would be many GiB.
+        self.flat: dict[int, torch.Tensor] = {}
 
     def _populated(self) -> Runs:
         runs: Runs = []
@@ -251,8 +254,9 @@ class CpuArena(Arena):
         if buffer.size == 0:
             return torch.empty(0, dtype=dtype).as_strided(tensor.shape, tensor.strides)
         assert tensor.last_element() < buffer.size
-        flat = torch.frombuffer(self.memory, dtype=dtype, count=buffer.size, offset=start)
-        return flat.as_strided(tensor.shape, tensor.strides, tensor.offset)
+        if start not in self.flat:
+            self.flat[start] = torch.frombuffer(self.memory, dtype=dtype, count=buffer.size, offset=start)
+        return self.flat[start].as_strided(tensor.shape, tensor.strides, tensor.offset)
 
     def _remember(self) -> None:
         self._protect(PROT_NONE)
@@ -301,7 +305,7 @@ class CpuArena(Arena):
         self.guards = []
         for first, last in self._populated():
             self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-        self.places, self.before = [], {}
+        self.places, self.before, self.flat = [], {}, {}
 
 
 def _outside(first: int, last: int, known: Runs) -> Runs:
