@@ -54,7 +54,7 @@ def main() -> None:
     here = Runner(CpuArena(), interpreted=True)
     print(f"{'kernel':60}{'here':>8}{'there':>8}{'more':>8}{'more, by wall':>14}{'a start':>9}   (ms)")
     for name, kernel in choose(arguments.kernel).items():
-        there = Isolated(kernel, lambda: Runner(CpuArena(), interpreted=True))
+        there = Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True))
         judges = [Judge(kernel, here), Judge(kernel, there)]
         cases: list[Case] = []
         strategy = STRATEGIES[kernel.operation.name](kernel.declared, here.limits, ())

@@ -1,8 +1,11 @@
-"""Runs a kernel in a process of its own: one that crashes or hangs is a finding, and not the end of the run.
+"""Runs kernels in a process of their own: one that crashes or hangs is a finding, and not the end of the run.
 
 The process is forked, so it has what the adapter set up and starts in milliseconds; it stays, and takes one case after
 the other, until it dies, takes too long, or the run ends. Cases go to it and observations come back over a socket that
 nobody else has; judging, shrinking and saving stay where they were. Linux only, as the arena is.
+
+On a device the parent leaves the device alone, since a fork could not use it then. Where an adapter's import has used
+it, the process is a fresh Python that loads the adapters again (fuzz/fresh.py).
 
 On the CPU a page that cannot be accessed lies right behind every tensor that is no cache.
 """
@@ -24,9 +27,9 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,14 +47,28 @@ PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer t
 LAST_WORDS = 300  # characters of what a dead process said last
 PR_SET_PDEATHSIG = 1
 TEST = "PYTEST_CURRENT_TEST"
+FRESH = Path(__file__).with_name("fresh.py")
 _LENGTH = struct.Struct("<Q")
 _NOT_THE_AUTHORS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(__file__).parent), "<")
 
 
-def is_own(kernel: Kernel) -> bool:
-    """Whether a kernel, or both of a pair, are pagefuzz's own."""
+def is_checked_first(kernel: Kernel) -> bool:
+    """Whether it is known that interpreted all accesses of a kernel, or of both of a pair, are checked before they
+    happen: of pagefuzz's own Triton kernels. What an adapter does besides launching nobody knows."""
     parts = getattr(kernel.call, "parts", (kernel.call,))
-    return all(str(getattr(part, "__module__", "")).startswith("pagefuzz.kernels.") for part in parts)
+    return all(str(getattr(part, "__module__", "")).startswith("pagefuzz.kernels.triton_") for part in parts)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a fresh Python has to know to run the same kernels. device: a torch device string. adapters: as --adapter
+    takes them. path: of Python's imports. workers: processes that share the device. parent: the process that asks."""
+
+    device: str
+    adapters: tuple[str, ...]
+    path: tuple[str, ...]
+    workers: int
+    parent: int
 
 
 class _Died(Exception):
@@ -63,18 +80,26 @@ class _TooLong(Exception):
 
 
 class Isolated:
-    """Runs the cases of one kernel, as a Runner does, in a process of its own. The process starts when it is needed.
+    """Runs the cases of some kernels, as a Runner does, in a process of theirs. The process starts when it is needed.
 
-    make: makes the Runner, in that process. limit: seconds that one run may take; the kernel's very first one may take
-    longer. memory: bytes of address space that the process may take beyond what it starts with; None for any.
+    make: makes the Runner, in that process. limit: seconds that one run may take; a kernel's very first one may take
+    longer. memory: bytes of address space that the process may take beyond what it starts with; None for any. fresh:
+    None, or gives what a fresh Python has to know to make the same Runner and kernels, where no fork could.
     """
 
     def __init__(
-        self, kernel: Kernel, make: Callable[[], Runner], limit: float = CASE_LIMIT, memory: int | None = None
+        self,
+        kernels: Iterable[Kernel],
+        make: Callable[[], Runner],
+        limit: float = CASE_LIMIT,
+        memory: int | None = None,
+        fresh: Callable[[], Recipe | None] = lambda: None,
     ) -> None:
-        self.kernel, self.make, self.limit, self.memory = kernel, make, limit, memory
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        self.make, self.limit, self.memory, self.fresh = make, limit, memory, fresh
         self.worker: _Worker | None = None
-        self.warm = self.hurry = False
+        self.hurry = False
+        self.warm: set[str] = set()  # kernels that have run
         self.slowest = 0.0
         self.lost = 0.0
         self.known: Limits | None = None
@@ -101,14 +126,13 @@ class Isolated:
 
         Whatever else happens is observed; `Observation.ended` says it where the process did not survive.
         """
-        assert kernel.name == self.kernel.name
         for second in (False, True):
-            kind, what = self._asked(case)
+            kind, what = self._asked(kernel, case)
             if kind == "observed":
                 assert isinstance(what, Observation)
                 if what.ended:
                     self.close()
-                return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(case, what)
+                return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(kernel, case, what)
             if kind == "invalid":
                 raise InvalidCase(what)
             # An earlier case may have eaten the memory, or written into Python's: a fresh process tells.
@@ -117,16 +141,16 @@ class Isolated:
                 return Observation(ended=f"out of memory: {what}")
         raise RuntimeError(f"while a kernel in a process of its own was observed:\n{what}")
 
-    def _past_the_end(self, case: Case, crashed: Observation) -> Observation:
+    def _past_the_end(self, kernel: Kernel, case: Case, crashed: Observation) -> Observation:
         """Say which tensors' guard pages a run was killed by, if it was."""
-        if self._survives(case, ""):
+        if self._survives(kernel, case, ""):
             tensors = [buffer.name for buffer in arguments_of(case).buffers if not buffer.is_cache]
-            if past := [name for name in tensors if not self._survives(case, name)]:
+            if past := [name for name in tensors if not self._survives(kernel, case, name)]:
                 return replace(crashed, ended=f"{crashed.ended}, at what lies right behind {' and '.join(past)}")
         return crashed
 
-    def _survives(self, case: Case, guarded: str) -> bool:
-        kind, what = self._asked(case, guarded)
+    def _survives(self, kernel: Kernel, case: Case, guarded: str) -> bool:
+        kind, what = self._asked(kernel, case, guarded)
         return kind == "observed" and not what.ended
 
     def close(self) -> None:
@@ -138,27 +162,55 @@ class Isolated:
     def _started(self) -> _Worker:
         if self.worker is None or self.worker.is_dead():
             self.close()
-            worker = self.worker = _Worker(self.kernel, self.make, self.memory)
+            recipe = self.fresh()
+            worker = self.worker = _Worker(lambda *ends: self._begun(recipe, *ends))
+            names = ", ".join(self.kernels)
             try:
+                if recipe is not None:
+                    worker.send(recipe)
                 kind, what = worker.answer(START)
             except (_Died, _TooLong):
                 said = worker.end()
                 self.worker = None
-                raise RuntimeError(f"the process for {self.kernel.name} did not start: {said}") from None
+                raise RuntimeError(f"the process for {names} did not start: {said}") from None
             if kind != "ready":
                 self.close()
-                raise RuntimeError(f"the process for {self.kernel.name} could not make its arena:\n{what}")
+                raise RuntimeError(f"the process for {names} could not make its arena:\n{what}")
             self.known = self.known or what
         return self.worker
 
-    def _asked(self, case: Case, guarded: str = EVERY) -> tuple[str, Any]:
+    def _begun(self, recipe: Recipe | None, mine: socket.socket, theirs: socket.socket, words: int) -> int:
+        """The number of a new process, which serves on the socket `theirs`."""
+        if recipe is not None:
+            program = [sys.executable, str(FRESH), str(theirs.fileno()), str(words)]
+            os.set_inheritable(theirs.fileno(), True)
+            os.set_inheritable(words, True)
+            try:
+                return os.posix_spawn(sys.executable, program, os.environ)
+            finally:
+                os.set_inheritable(words, False)
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which here only wait
+            pid = os.fork()
+        if pid == 0:
+            try:
+                mine.close()
+                serve(theirs, words, parent, self.kernels, self.make, self.memory)
+            finally:
+                os._exit(70)
+        return pid
+
+    def _asked(self, kernel: Kernel, case: Case, guarded: str = EVERY) -> tuple[str, Any]:
         worker = self._started()
-        limit = self.limit if self.warm else WARM_UP * self.limit
-        if self.warm and self.hurry:
+        assert kernel.name in self.kernels
+        is_warm = kernel.name in self.warm
+        limit = self.limit if is_warm else WARM_UP * self.limit
+        if is_warm and self.hurry:
             limit = min(limit, max(LEAST_HURRIED, TIMES_SLOWEST * self.slowest))
         began = time.monotonic()
         try:
-            worker.send((case, guarded, os.environ.get(TEST)))
+            worker.send((kernel.name, case, guarded, os.environ.get(TEST)))
             answer = worker.answer(limit)
         except _Died:
             self.worker = None
@@ -170,32 +222,24 @@ class Isolated:
             self.close()
             raise
         finally:
-            self.warm, took = True, time.monotonic() - began
+            self.warm.add(kernel.name)
+            took = time.monotonic() - began
             self.lost += took if took > LEAST_HURRIED else 0.0
         self.slowest = max(self.slowest, took)
         return answer
 
 
 class _Worker:
-    """The parent's side of one process."""
+    """The parent's side of one process. begin: starts it, with both ends of a socket and a file for its last words."""
 
-    def __init__(self, kernel: Kernel, make: Callable[[], Runner], memory: int | None) -> None:
+    def __init__(self, begin: Callable[[socket.socket, socket.socket, int], int]) -> None:
         self.socket, theirs = socket.socketpair()
         self.words = os.memfd_create("pagefuzz-last-words")  # what it writes to standard error during one run
         self.status: int | None = None
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()  # or both processes write what is still in there
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which here only wait
-            self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self.socket.close()
-                _serve(theirs, self.words, parent, kernel, make, memory)
-            finally:
-                os._exit(70)
+        self.pid = begin(self.socket, theirs, self.words)
         theirs.close()
         self.poll = select.poll()
         self.poll.register(self.socket, select.POLLIN)
@@ -302,7 +346,7 @@ def _send(to: socket.socket, message: object) -> None:
     to.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _received(source: socket.socket) -> Any:
+def received(source: socket.socket) -> Any:
     """The next message; ends this process where there is no more."""
     got = bytearray()
     wanted = _LENGTH.size
@@ -319,8 +363,13 @@ def _received(source: socket.socket) -> Any:
 # ---- the other side
 
 
-def _serve(
-    asked: socket.socket, words: int, parent: int, kernel: Kernel, make: Callable[[], Runner], memory: int | None
+def serve(
+    asked: socket.socket,
+    words: int,
+    parent: int,
+    kernels: Mapping[str, Kernel],
+    make: Callable[[], Runner],
+    memory: int | None,
 ) -> NoReturn:
     """Observe one case after the other, until there are no more or the parent is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -345,12 +394,12 @@ def _serve(
         os._exit(0)
     me = os.getpid()
     while True:
-        case, guarded, test = _received(asked)
+        name, case, guarded, test = received(asked)
         if isinstance(runner.arena, CpuArena):
             runner.arena.guarded = guarded
         if test is not None:
             os.environ[TEST] = test
-        answer = _observed(runner, kernel, case)
+        answer = _observed(runner, kernels[name], case)
         if os.getpid() != me:
             os._exit(0)  # a child that the kernel started came back from it
         with suppress(Exception):
@@ -377,7 +426,8 @@ def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
-    """Call `check` in a process that ends with it. Raises RuntimeError with what it raised there."""
+    """Call `check` in a process that ends with it, so that this one leaves a device alone. Raises RuntimeError with
+    what it raised there."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--isolate",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run kernels in processes of their own (default: those of adapters, on the CPU)",
+        help="run kernels in processes of their own (default: all but pagefuzz's own interpreted ones)",
     )
     group.addoption(
         "--case-limit", default=None, metavar="SECONDS", help="what hangs: a longer run of an isolated kernel (10)"
@@ -88,7 +88,7 @@ def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import session as sessions
     from pagefuzz.kernels.registry import registered
 
-    device = _device(config.getoption("--device"), apart=bool(config.getoption("--isolate")))
+    device = _device(config.getoption("--device"), apart=config.getoption("--isolate") is not False)
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     for adapter in adapters:
         sessions.load_adapter(adapter)
@@ -128,7 +128,10 @@ def _session(config: pytest.Config) -> Any:
         pytest=_pytest(config, home),
         repeat=shlex.join(repeat),
         named=bool(patterns),
+        adapters=tuple(adapters),
         isolate=isolate,
+        worker=int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+        workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
         **more,
     )
 

@@ -6,7 +6,7 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,9 +96,14 @@ class Runner:
         arguments = arguments_of(case)
         placed = self.arena.place(arguments)
         try:
-            return self._observe(kernel, case, placed, dict(zip(arguments.values, placed, strict=True)))
-        finally:
+            seen = self._observe(kernel, case, placed, dict(zip(arguments.values, placed, strict=True)))
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that is gone; what was raised first says more
+                self.arena.forget()
+            raise
+        if not seen.ended:
             self.arena.forget()
+        return seen
 
     def _observe(self, kernel: Kernel, case: Case, placed: list[Any], named: dict[str, Any]) -> Observation:
         keywords = {"check_values": True} if case.fault in case.value_faults and case.fault else {}

@@ -22,7 +22,7 @@ import torch
 
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, in_a_fork, is_own
+from pagefuzz.fuzz.isolation import Isolated, in_a_fork, is_checked_first
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
 from pagefuzz.fuzz.session import Session, load_own
@@ -32,6 +32,7 @@ from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Declaration, Kernel, registered
 from pagefuzz.kernels.torch_slot_mapping import torch_slot_mapping
+from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, InvalidCase, Sequence, arguments_of
 from pagefuzz.strategies.number_formats import ITEMSIZE
@@ -50,7 +51,12 @@ def one_token(position: int, blocks: int = 4) -> SlotMappingCase:
 
 def isolated(call: Callable[..., Any], **more: Any) -> Isolated:
     kernel = Kernel("under test", OPERATIONS["slot_mapping"], call, Declaration())
-    return Isolated(kernel, lambda: Runner(CpuArena(), interpreted=True), **more)
+    return Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True), **more)
+
+
+def observe(runs: Isolated, case: Case) -> Observation:
+    (kernel,) = runs.kernels.values()
+    return runs.observe(kernel, case)
 
 
 @pytest.fixture
@@ -112,26 +118,26 @@ def test_what_ends_the_process_is_observed_and_the_next_case_runs(what: str, sta
     act, said = FATAL[what]
     runs = started(at(2, act), limit=0.5)
     for _ in range(3):
-        assert runs.observe(runs.kernel, one_token(1)).finished
+        assert observe(runs, one_token(1)).finished
         assert runs.worker is not None
         before = runs.worker.pid
-        seen = runs.observe(runs.kernel, one_token(2))
+        seen = observe(runs, one_token(2))
         assert not seen.finished and re.search(said, seen.ended), seen.ended
         assert not Path(f"/proc/{before}").exists()
-    assert runs.observe(runs.kernel, one_token(3)).finished
+    assert observe(runs, one_token(3)).finished
 
 
 def test_a_kernel_that_hangs_at_once_has_the_time_of_a_warm_up_once(started: Callable[..., Isolated]) -> None:
     runs = started(at(2, _spin), limit=0.2)
-    assert runs.observe(runs.kernel, one_token(2)).ended.startswith("hung: no result within 0.6 s")
-    assert runs.observe(runs.kernel, one_token(2)).ended.startswith("hung: no result within 0.2 s")
+    assert observe(runs, one_token(2)).ended.startswith("hung: no result within 0.6 s")
+    assert observe(runs, one_token(2)).ended.startswith("hung: no result within 0.2 s")
 
 
 def test_shrinking_has_less_patience_and_an_end(started: Callable[..., Isolated]) -> None:
     runs = started(at(2, _spin), limit=30.0)
-    assert runs.observe(runs.kernel, one_token(1)).finished
+    assert observe(runs, one_token(1)).finished
     with runs.hurried() as tired:
-        assert runs.observe(runs.kernel, one_token(2)).ended.startswith("hung: no result within 1 s")
+        assert observe(runs, one_token(2)).ended.startswith("hung: no result within 1 s")
         assert not tired()
         runs.lost += 60.0
         assert tired()
@@ -157,7 +163,7 @@ def same(mine: Any, theirs: Any) -> bool:
 def test_an_isolated_run_is_observed_as_any_other(name: str) -> None:
     load_own()
     kernel = registered()[name]
-    runs = Isolated(kernel, lambda: Runner(CpuArena(), interpreted=True))
+    runs = Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True))
     seen: list[Case] = []
 
     def look(case: Case) -> None:
@@ -183,7 +189,7 @@ def test_a_case_that_does_not_fit_is_invalid_there_too(started: Callable[..., Is
     runs = started(lambda *arguments: None)
     many = ReshapeAndCacheCase(num_kv_heads=1, head_dim=1, block_size=1, num_blocks=2**60, slots=(0,))
     with pytest.raises(InvalidCase, match="more than the"):
-        runs.observe(runs.kernel, many)
+        observe(runs, many)
 
 
 def test_memory_has_a_limit_and_raises(started: Callable[..., Isolated]) -> None:
@@ -193,10 +199,10 @@ def test_memory_has_a_limit_and_raises(started: Callable[..., Isolated]) -> None
             kept.append(bytearray(1 << 24))
 
     runs = started(at(2, eat), memory=1 << 28)
-    assert runs.observe(runs.kernel, one_token(1)).finished
-    raised = runs.observe(runs.kernel, one_token(2)).raised
+    assert observe(runs, one_token(1)).finished
+    raised = observe(runs, one_token(2)).raised
     assert raised is not None and raised.type == "MemoryError"
-    assert runs.observe(runs.kernel, one_token(3)).finished
+    assert observe(runs, one_token(3)).finished
 
 
 def test_memory_that_an_earlier_case_kept_accuses_no_later_one(started: Callable[..., Isolated]) -> None:
@@ -211,21 +217,21 @@ def test_memory_that_an_earlier_case_kept_accuses_no_later_one(started: Callable
                     break
 
     runs = started(at(2, eat), memory=1 << 28)
-    assert runs.observe(runs.kernel, one_token(1)).finished
-    runs.observe(runs.kernel, one_token(2))
-    assert runs.observe(runs.kernel, one_token(3)).finished
+    assert observe(runs, one_token(1)).finished
+    observe(runs, one_token(2))
+    assert observe(runs, one_token(3)).finished
 
 
 def test_a_child_of_the_kernel_that_comes_back_answers_nothing(started: Callable[..., Isolated]) -> None:
     runs = started(at(2, os.fork))
     for _ in range(3):
-        assert runs.observe(runs.kernel, one_token(2)).finished
-        assert runs.observe(runs.kernel, one_token(1)).finished
+        assert observe(runs, one_token(2)).finished
+        assert observe(runs, one_token(1)).finished
 
 
 def test_what_a_kernel_prints_is_not_lost(started: Callable[..., Isolated], capfd: pytest.CaptureFixture[str]) -> None:
     runs = started(at(2, lambda: (print("from Python"), os.write(2, b"from C\n"))))
-    assert runs.observe(runs.kernel, one_token(2)).finished
+    assert observe(runs, one_token(2)).finished
     assert capfd.readouterr() == ("from Python\n", "from C\n")
 
 
@@ -233,7 +239,7 @@ def test_the_arena_of_the_run_is_out_of_reach(started: Callable[..., Isolated]) 
     arena = runner().arena
     assert isinstance(arena, CpuArena) and not arena._populated()
     runs = started(at(2, lambda: ctypes.memset(arena.base + arena.size // 2, 1, 1)))
-    runs.observe(runs.kernel, one_token(2))
+    observe(runs, one_token(2))
     assert not arena._populated()
 
 
@@ -252,15 +258,15 @@ def test_an_access_right_behind_a_block_table_is_a_crash_that_names_it(
         return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
 
     runs = started(slots)
-    assert runs.observe(runs.kernel, one_token(1, blocks)).finished
-    ended = runs.observe(runs.kernel, one_token(2, blocks)).ended
+    assert observe(runs, one_token(1, blocks)).finished
+    ended = observe(runs, one_token(2, blocks)).ended
     assert re.fullmatch(
         r"crashed: signal 11, SIGSEGV \(at test_isolation\.py, line \d+\), at what lies right behind block_tables",
         ended,
     )
     with runs.hurried():
-        assert runs.observe(runs.kernel, one_token(2, blocks)).ended.endswith(")")
-    assert runs.observe(runs.kernel, one_token(3, blocks)).finished
+        assert observe(runs, one_token(2, blocks)).ended.endswith(")")
+    assert observe(runs, one_token(3, blocks)).finished
 
 
 def test_ends_are_as_near_to_the_guard_pages_as_alignment_allows() -> None:
@@ -299,7 +305,8 @@ def test_ends_are_as_near_to_the_guard_pages_as_alignment_allows() -> None:
 
 def judge_of(call: Callable[..., Any], **more: Any) -> Judge:
     runs = isolated(call, **more)
-    return Judge(runs.kernel, runs)
+    (kernel,) = runs.kernels.values()
+    return Judge(kernel, runs)
 
 
 def test_a_crash_is_named_alone_and_shrinks_to_a_crash() -> None:
@@ -339,17 +346,22 @@ def test_wrong_numbers_do_not_shrink_to_a_crash() -> None:
 # ---- which kernels
 
 
-def test_the_projects_own_kernels_stay_in_the_process_and_all_others_do_not(tmp_path: Path) -> None:
+def test_what_is_checked_before_it_happens_stays_in_the_process_and_nothing_else_does(tmp_path: Path) -> None:
     load_own()
     own = with_pairs(registered())
-    assert len(own) > len(registered()) and all(map(is_own, own.values()))
+    assert [name for name, kernel in own.items() if is_checked_first(kernel)] == [
+        "triton_reshape_and_cache",
+        "triton_paged_decode_attention",
+        "triton_reshape_and_cache+triton_paged_decode_attention",
+    ]
     other = Kernel("other", OPERATIONS["slot_mapping"], at(2, os.abort), Declaration())
-    assert not is_own(other)
-    write = registered()["torch_reshape_and_cache"]
+    assert not is_checked_first(other)
+    write = registered()["triton_reshape_and_cache"]
     session = Session("cpu", 1, 0, own, tmp_path)
     assert not session.is_isolated(write) and session.is_isolated(other)
     assert Session("cpu", 1, 0, own, tmp_path, isolate=True).is_isolated(write)
     assert not Session("cpu", 1, 0, own, tmp_path, isolate=False).is_isolated(other)
+    assert Session("cuda", 1, 0, own, tmp_path).is_isolated(write)  # compiled, nothing is checked
 
 
 ADAPTER = """
