@@ -119,6 +119,13 @@ class Arena(ABC):
     def forget(self) -> None:
         """Leave nothing of the case behind."""
 
+    def fetch(self, tensor: torch.Tensor | None) -> np.ndarray | None:
+        """Wait for all that runs on the device; the bytes of a tensor there, as they are now."""
+        if tensor is None:
+            return None
+        bits: np.ndarray = bytes_of(tensor).cpu().numpy().copy()
+        return bits
+
     def watched(self, wanted: dict[str, tuple[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
         """The bits that lie now in the given elements of buffers: by tensor, a row for each row of elements."""
         found: dict[str, list[np.ndarray]] = {}
@@ -306,6 +313,11 @@ class CpuArena(Arena):
         for first, last in self._populated():
             self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
         self.places, self.before, self.flat = [], {}, {}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8: the elements of a tensor in their order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _outside(first: int, last: int, known: Runs) -> Runs:

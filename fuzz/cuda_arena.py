@@ -115,6 +115,8 @@ class CudaArena(DeviceArena):
         granule = self.driver.granule
         wanted = {at for first, last in windows for at in range(first // granule, (last - 1) // granule + 1)}
         missing = sorted(wanted - self.own.keys())
+        if missing:
+            torch.cuda.synchronize(self.device)  # nothing may be on its way to addresses that lose their memory
         if len(self.own) + len(missing) > MOST_GRANULES:
             for at in sorted(self.own.keys() - wanted):
                 self.free.append(self.own.pop(at))

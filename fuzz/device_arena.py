@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagefuzz.fuzz.arena import ALIGNMENT, POISON, TORCH_DTYPES, Arena, Runs
+from pagefuzz.fuzz.arena import ALIGNMENT, POISON, TORCH_DTYPES, Arena, Runs, bytes_of
 from pagefuzz.strategies.number_formats import ITEMSIZE
 from pagefuzz.strategies.tensors import Buffer, Tensor
 
@@ -17,6 +17,7 @@ MOST_BYTES = 1 << 36
 LEAST_BYTES = 1 << 30
 MARGIN = 1 << 14  # bytes around a small buffer, and around each piece of a large one, that are compared exactly
 SMALL = 1 << 22  # bytes up to which all of a buffer is compared exactly
+_NOTHING = np.empty(0, dtype=np.uint8)
 CHUNK = 1 << 26  # bytes in which a stray write far from everything is looked for
 
 
@@ -30,9 +31,10 @@ class DeviceArena(Arena):
         super().__init__()
         self.device, self.size = device, size
         self.memory = self._reserved()
+        self.staging = torch.empty(0, dtype=torch.uint8)
         self.pieces: list[tuple[int, np.ndarray]] = []
         self.windows: dict[tuple[int, int], slice] = {}  # what is compared exactly, and where it lies in `before`
-        self.before = self.now = np.empty(0, dtype=np.uint8)
+        self.before = self.now = _NOTHING
         self.stray: Runs = []
 
     def _reserved(self) -> torch.Tensor:
@@ -70,12 +72,12 @@ class DeviceArena(Arena):
         for first, last in runs:
             self.windows[first, last] = slice(at, at + last - first)
             at += last - first
-        self.before, self.now = np.full(at, POISON, dtype=np.uint8), np.empty(0, dtype=np.uint8)
+        self.before, self.now = np.full(at, POISON, dtype=np.uint8), _NOTHING
         for first, data in self.pieces:
             place = self._place(first, len(data))
             assert place is not None
             self.before[place] = data
-        staged = torch.from_numpy(self.before).to(self.device)
+        staged = self._staged(self.before)
         for (first, last), place in self.windows.items():
             self.memory[first:last].copy_(staged[place])
 
@@ -86,10 +88,25 @@ class DeviceArena(Arena):
                 return slice(place.start + first - low, place.start + first - low + count)
         return None
 
-    def _look(self) -> None:
-        """Fetch what lies in the windows now, once, and leave poison there: what is no poison then is stray."""
+    def _staged(self, data: np.ndarray) -> torch.Tensor:
+        """Bytes on the device, from memory that the device reads by itself where there is such memory."""
+        if self.device.type != "cuda":
+            return torch.from_numpy(data).to(self.device)
+        if self.staging.numel() < len(data):
+            self.staging = torch.empty(2 * len(data), dtype=torch.uint8, pin_memory=True)
+        self.staging.numpy()[: len(data)] = data
+        # Nothing is written there again before this case has been looked at, which waits for the device.
+        return self.staging[: len(data)].to(self.device, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor | None) -> np.ndarray | None:
+        returned = self._look(None if tensor is None else bytes_of(tensor))
+        return None if tensor is None else returned
+
+    def _look(self, returned: torch.Tensor | None = None) -> np.ndarray:
+        """Fetch what lies in the windows now, once, and leave poison there: what is no poison then is stray. Returns
+        the bytes `returned`, which come along."""
         if len(self.now) or not self.windows:
-            return
+            return _NOTHING
         found = torch.cat([self.memory[first:last] for first, last in self.windows])
         self._wipe()
         suspects = [
@@ -99,9 +116,11 @@ class DeviceArena(Arena):
         ]
         dirty = [(self.memory[first:last].view(torch.int64) != -1).any() for first, last in suspects]
         flags = torch.stack(dirty).to(torch.uint8) if dirty else found[:0]
-        seen = torch.cat([found, flags]).cpu().numpy()
-        self.now = seen[: len(found)]
-        self.stray = [run for run, is_dirty in zip(suspects, seen[len(found) :], strict=True) if is_dirty]
+        together = [found, flags] if returned is None else [found, flags, returned.to(self.device)]
+        now, is_dirty, bits = np.split(torch.cat(together).cpu().numpy(), [len(found), len(found) + len(flags)])
+        self.now = now
+        self.stray = [run for run, dirty_one in zip(suspects, is_dirty, strict=True) if dirty_one]
+        return bits.copy()
 
     def _wipe(self) -> None:
         for first, last in self.windows:
@@ -134,7 +153,7 @@ class DeviceArena(Arena):
         for first, last in self.stray:
             self.memory[first:last] = POISON
         self.places, self.pieces, self.windows, self.stray = [], [], {}, []
-        self.before = self.now = np.empty(0, dtype=np.uint8)
+        self.before = self.now = _NOTHING
 
 
 def _merged(runs: Runs) -> Runs:

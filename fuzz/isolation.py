@@ -190,9 +190,7 @@ class Isolated:
             finally:
                 os.set_inheritable(words, False)
         parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which here only wait
-            pid = os.fork()
+        pid = _forked()
         if pid == 0:
             try:
                 mine.close()
@@ -425,11 +423,17 @@ def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
         return "fault", traceback.format_exc()
 
 
+def _forked() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which here only wait
+        return os.fork()
+
+
 def in_a_fork(check: Callable[[], object]) -> None:
     """Call `check` in a process that ends with it, so that this one leaves a device alone. Raises RuntimeError with
     what it raised there."""
     reading, writing = os.pipe()
-    pid = os.fork()
+    pid = _forked()
     if pid == 0:
         try:
             faulthandler.disable()

@@ -20,8 +20,8 @@ from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
 from pagefuzz.strategies.case import Case, Limits, arguments_of
 
+_TORCHS_ADVICE = "\nSearch for `cuda"  # on how to debug follows what went wrong
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
-_BITS_OF_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 _FRESH = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
@@ -107,7 +107,7 @@ class Runner:
 
     def _observe(self, kernel: Kernel, case: Case, placed: list[Any], named: dict[str, Any]) -> Observation:
         keywords = {"check_values": True} if case.fault in case.value_faults and case.fault else {}
-        raised = output = None
+        raised = returned = bits = None
         misreturned = ""
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         with (
@@ -118,7 +118,8 @@ class Runner:
         ):  # keeps what a kernel sets to itself
             try:
                 result = kernel.call(*placed, **keywords)
-                self._finish()
+                returned, misreturned = _returned(kernel, result, named)
+                bits = self.arena.fetch(returned)  # waits for a device, whose errors belong to this run
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:  # a kernel that exits or skips is observed like one that raises
@@ -129,13 +130,12 @@ class Runner:
         if trace is not None and trace.wild is not None:
             at = trace.wild
             wild, raised = Wild(at.kind, tuple(at.program), at.tensor, at.index, at.lanes, at.value), None
-        if raised is None and wild is None:
-            output, misreturned = _output(kernel, case, result, named)
+            bits, misreturned = None, ""
         traced = trace is not None and trace.launches > 0
         return Observation(
             raised=raised,
             wild=wild,
-            output=output,
+            output=None if bits is None or returned is None else _output(bits, returned),
             misreturned=misreturned,
             watched=self.arena.watched(case.watched()),
             changes=self.arena.changes(),
@@ -159,17 +159,13 @@ class Runner:
 
         return in_order(order)
 
-    def _finish(self) -> None:
-        """Wait for the device, so that its errors belong to this run."""
-        if self.arena.device.type != "cpu":
-            torch.get_device_module(self.arena.device).synchronize(self.arena.device)
-
     def _is_alive(self) -> bool:
         """Whether the device still answers. After an illegal access it does not, in this process."""
-        try:
-            self._finish()
-        except Exception:
-            return False
+        if self.arena.device.type != "cpu":
+            try:
+                torch.get_device_module(self.arena.device).synchronize(self.arena.device)
+            except Exception:
+                return False
         return True
 
 
@@ -185,12 +181,12 @@ def _raised(error: BaseException) -> Raised:
         if not frame.filename.startswith((*not_the_authors, "<"))
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split(_TORCHS_ADVICE)[0].split())
     return Raised(type(error).__name__, message[:500], where, inside)
 
 
-def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tuple[Output | None, str]:
-    """The returned tensor as bits, or a sentence on what is wrong with it."""
+def _returned(kernel: Kernel, result: Any, named: dict[str, Any]) -> tuple[torch.Tensor | None, str]:
+    """The returned tensor, or a sentence on what is wrong with it."""
     operation = kernel.operation
     if not operation.result:
         return None, ""  # what a write returns is nobody's business
@@ -203,6 +199,9 @@ def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tu
     said = f"returned {result.dtype} {tuple(result.shape)} on {result.device}"
     if result.dtype != dtype or tuple(result.shape) != shape or result.device.type != device.type:
         return None, f"{said}, where the contract says {dtype} {shape} on {device}"
-    size = result.element_size()
-    bits = result.detach().cpu().contiguous().view(_BITS_OF_TORCH[size]).numpy().view(_BITS[size]).copy()
-    return Output(bits, str(result.dtype).removeprefix("torch.")), ""
+    return result, ""
+
+
+def _output(data: np.ndarray, returned: torch.Tensor) -> Output:
+    bits = data.view(_BITS[returned.element_size()]).reshape(tuple(returned.shape))
+    return Output(bits, str(returned.dtype).removeprefix("torch."))
