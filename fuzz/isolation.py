@@ -44,6 +44,7 @@ WARM_UP = 3.0  # times that, for the first one, which may have to compile
 START = 120.0  # seconds for a process to make its arena
 LEAST_HURRIED, TIMES_SLOWEST = 1.0, 20.0  # while shrinking: seconds, or so many times the slowest run that ended
 PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer than that, or never end
+SHORTAGES = ("out of memory", "too many resources", "CUDA error: unknown error", "ALLOC_FAILED")
 LAST_WORDS = 300  # characters of what a dead process said last
 PR_SET_PDEATHSIG = 1
 TEST = "PYTEST_CURRENT_TEST"
@@ -100,6 +101,7 @@ class Isolated:
         self.worker: _Worker | None = None
         self.hurry = False
         self.warm: set[str] = set()  # kernels that have run
+        self.served = 0  # runs of the process that there is
         self.slowest = 0.0
         self.lost = 0.0
         self.known: Limits | None = None
@@ -132,6 +134,9 @@ class Isolated:
                 assert isinstance(what, Observation)
                 if what.ended:
                     self.close()
+                if not second and self.served > 1 and _is_shortage(what):
+                    self.close()  # of a device that others use too, or of what earlier cases took: a fresh process tells
+                    continue
                 return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(kernel, case, what)
             if kind == "invalid":
                 raise InvalidCase(what)
@@ -177,6 +182,7 @@ class Isolated:
                 self.close()
                 raise RuntimeError(f"the process for {names} could not make its arena:\n{what}")
             self.known = self.known or what
+            self.served = 0
         return self.worker
 
     def _begun(self, recipe: Recipe | None, mine: socket.socket, theirs: socket.socket, words: int) -> int:
@@ -207,6 +213,7 @@ class Isolated:
         if is_warm and self.hurry:
             limit = min(limit, max(LEAST_HURRIED, TIMES_SLOWEST * self.slowest))
         began = time.monotonic()
+        self.served += 1
         try:
             worker.send((kernel.name, case, guarded, os.environ.get(TEST)))
             answer = worker.answer(limit)
@@ -322,6 +329,14 @@ class _Worker:
             return ""
         size = os.fstat(self.words).st_size
         return os.pread(self.words, 1 << 16, max(0, size - (1 << 16))).decode(errors="replace")
+
+
+def _is_shortage(seen: Observation) -> bool:
+    """Whether a run failed for want of something that a device has for all its processes together."""
+    raised = seen.raised
+    if raised is None or raised.type not in ("AcceleratorError", "OutOfMemoryError", "RuntimeError"):
+        return False
+    return any(words in raised.message for words in SHORTAGES)
 
 
 def _name(number: int) -> str:

@@ -257,6 +257,23 @@ def _saved(config: pytest.Config) -> list[str]:
     return found
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """xdist, for -n auto: on a device as many workers as it takes turns among without losing time."""
+    from pagefuzz.fuzz.session import MOST_SHARING, UsageError, device_module
+
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    try:
+        device = _device(config.getoption("--device"), apart=True)
+    except UsageError:
+        return None  # said when the run is configured
+    if device == "cpu":
+        return None
+    count = 1 if ":" in device else int(getattr(device_module(device), "device_count", lambda: 1)())
+    return min(MOST_SHARING * count, len(os.sched_getaffinity(0)))
+
+
 def pytest_configure_node(node: Any) -> None:
     """xdist: what depends on chance or on the disk goes from the controller to the workers."""
     node.workerinput["pagefuzz_seed"] = node.config.stash[SESSION].seed

@@ -38,6 +38,7 @@ from pagefuzz.strategies.case import Case, InvalidCase
 
 SHARD = 125  # examples
 MOST_PROCESSES = 4  # that wait for the next case of their kernels, on the CPU
+MOST_SHARING = 8  # workers a device that -n auto starts; with more they wait for each other (bench/README.md)
 SHAPES = 2  # that an item of compiled kernels draws its cases from
 ITEMS_OF_OWN_SHAPES = 16  # then the next items have the same again
 
