@@ -135,7 +135,7 @@ class Isolated:
                 if what.ended:
                     self.close()
                 if not second and self.served > 1 and _is_shortage(what):
-                    self.close()  # of a device that others use too, or of what earlier cases took: a fresh process tells
+                    self.close()  # of what a device has for all, or of what earlier cases took: a fresh process tells
                     continue
                 return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(kernel, case, what)
             if kind == "invalid":
