@@ -42,6 +42,7 @@ from pagefuzz.strategies.case import Case, InvalidCase, Limits, arguments_of
 
 CASE_LIMIT = 10.0  # seconds that one run of the kernel may take
 WARM_UP = 3.0  # times that, for the first one, which may have to compile
+HANGS_UP = 200  # hundredths of a second for a process to end that has closed its socket
 START = 120.0  # seconds for a process to make its arena
 LEAST_HURRIED, TIMES_SLOWEST = 1.0, 20.0  # while shrinking: seconds, or so many times the slowest run that ended
 PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer than that, or never end
@@ -289,7 +290,7 @@ class _Worker:
                 if wanted == _HEADER.size and len(got) >= wanted:
                     magic, length = _HEADER.unpack_from(got)
                     if magic != _MAGIC:
-                        return "fault", "the kernel wrote to a socket that is not its own"
+                        return "fault", "it wrote to a socket of pagefuzz"
                     wanted += length
                 if wanted > _HEADER.size and len(got) >= wanted:
                     break
@@ -321,10 +322,12 @@ class _Worker:
     def end(self) -> str:
         """End the process, if it has not ended itself, and those that it started; say how it did."""
         # A dying process closes its socket before it can be waited for.
-        for _ in range(20 if self._has_hung_up() else 0):
+        has_hung_up = self.status is None and self._has_hung_up()
+        for _ in range(HANGS_UP if has_hung_up else 0):
             if self.is_dead():
                 break
-            time.sleep(0.005)
+            time.sleep(0.01)
+        lives_on = has_hung_up and not self.is_dead()
         if self.status is None:
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
@@ -336,12 +339,14 @@ class _Worker:
             os.close(self.words)
             self.words = -1
         assert self.status is not None
+        if lives_on:  # another program in its place, say
+            return "it closed the files of pagefuzz and went on"
         how = f"exit status {self.status}" if self.status >= 0 else f"signal {-self.status}{_name(-self.status)}"
         heard = " ".join(re.split(r"(?m)^Fatal Python error|^Current thread|^Thread 0x", said)[0].split())
         return how + _line(said) + (f": {heard[-LAST_WORDS:]}" if heard else "")
 
     def _has_hung_up(self) -> bool:
-        return self.socket.fileno() >= 0 and bool(self.poll.poll(0))
+        return self.socket.fileno() >= 0 and any(event & select.POLLHUP for _, event in self.poll.poll(0))
 
     def _said(self) -> str:
         if self.words < 0:
