@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 
 SMALLEST = 3  # the position of the one token that is left
+CASES = 20
 LIMIT = 2  # seconds that a case may take
 SPIN = 30  # seconds that a kernel spins on a device; never for ever, on a card that others may use
 
@@ -55,14 +56,13 @@ class Fault:
     device: str = "cpu"
 
     def adapter(self) -> str:
-        """The adapter's text. On a device a new process takes seconds, so its cases have little to shrink, and few are
-        drawn."""
+        """The adapter's text. On a device a new process takes seconds, so its cases have little to shrink."""
         on_cpu = self.device == "cpu"
         source = dedent(self.source) if on_cpu else TRITON + dedent(self.source)
         return ADAPTER.format(
             name=self.name,
             source=source,
-            cases=20 if on_cpu else 10,
+            cases=CASES,
             declared="" if on_cpu else LEAST_TO_SHRINK,
             smallest=SMALLEST,
         )
