@@ -88,7 +88,7 @@ def device_runner(place: str, sharing: int) -> Runner:
     if device.index is not None and hasattr(module, "set_device"):
         module.set_device(device)  # kernels launch on the current one
     if hasattr(module, "set_per_process_memory_fraction"):  # what one takes for itself, the others lack
-        module.set_per_process_memory_fraction(MOST_MEMORY / sharing, device.index)
+        module.set_per_process_memory_fraction(MOST_MEMORY / sharing)
     if device.type == "cuda":
         with suppress(OSError, RuntimeError):  # a driver that cannot map addresses and memory apart
             return Runner(CudaArena(device), interpreted=False)

@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,11 +23,12 @@ import pytest
 import torch
 
 from pagefuzz.fuzz.arena import EVERY, CpuArena
+from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.isolation import Isolated, channels, in_a_fork, is_checked_first, of_adapters
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
-from pagefuzz.fuzz.session import Session, load_adapter, load_own
+from pagefuzz.fuzz.session import Session, device_runner, load_adapter, load_own
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import VIOLATION, Judge
 from pagefuzz.kernels.operations import OPERATIONS
@@ -417,6 +419,15 @@ def test_the_arena_of_the_run_is_out_of_reach(started: Callable[..., Isolated]) 
     runs = started(at(2, lambda: ctypes.memset(arena.base + arena.size // 2, 1, 1)))
     observe(runs, one_token(2))
     assert not arena._populated()
+
+
+def test_a_process_may_take_its_share_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    module = SimpleNamespace(set_per_process_memory_fraction=shares.append)
+    monkeypatch.setattr("pagefuzz.fuzz.session.device_module", lambda device: module)
+    monkeypatch.setattr("pagefuzz.fuzz.device_arena.arena_bytes", lambda free, workers: 1 << 20)
+    assert isinstance(device_runner("cpu", 4).arena, DeviceArena)
+    assert shares == [0.225]
 
 
 # ---- guard pages
