@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: fuzz test mutants soak lint verify-interpreter clean
+.PHONY: fuzz test mutants soak planted lint verify-interpreter clean
 
 fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
@@ -22,6 +22,11 @@ MINUTES ?= 10
 
 soak: .venv
 	.venv/bin/python -P tests/soak.py --minutes $(MINUTES) $(ARGS)
+
+# Kernels that crash, hang or eat the memory, twenty times each, by the command line. ARGS='--device cuda --times 2' on a
+# card.
+planted: .venv
+	.venv/bin/python -P tests/planted $(ARGS)
 
 # mypy takes a module's name from its directory's: the link gives the tree the name that it imports as.
 lint: .venv

@@ -22,6 +22,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import sysconfig
@@ -42,15 +43,24 @@ from pagefuzz.strategies.case import Case, InvalidCase, Limits, arguments_of
 
 CASE_LIMIT = 10.0  # seconds that one run of the kernel may take
 WARM_UP = 3.0  # times that, for the first one, which may have to compile
+HANGS_UP = 200  # hundredths of a second for a process to end that has closed its socket
 START = 120.0  # seconds for a process to make its arena
 LEAST_HURRIED, TIMES_SLOWEST = 1.0, 20.0  # while shrinking: seconds, or so many times the slowest run that ended
 PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer than that, or never end, and on starts
-SHORTAGES = ("out of memory", "too many resources", "CUDA error: unknown error", "ALLOC_FAILED")
+SHORTAGES = (
+    "out of memory",
+    "too many resources",
+    "CUDA error: unknown error",
+    "ALLOC_FAILED",
+    "can't allocate memory",
+)
 LAST_WORDS = 300  # characters of what a dead process said last
 PR_SET_PDEATHSIG = 1
 TEST = "PYTEST_CURRENT_TEST"
 FRESH = Path(__file__).with_name("fresh.py")
-_LENGTH = struct.Struct("<Q")
+of_adapters: set[int] = set()  # sockets and pipes that adapters opened when they were loaded
+_HEADER = struct.Struct("<8sQ")  # of a message: that it is one, and its length
+_MAGIC = b"pagefuzz"
 _NOT_THE_AUTHORS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(__file__).parent), "<")
 
 
@@ -104,7 +114,7 @@ class Isolated:
         self.worker: _Worker | None = None
         self.hurry = False
         self.warm: set[str] = set()  # kernels that have run
-        self.served = 0  # runs of the process that there is
+        self.served: list[str] = []  # the kernels that the process that there is has run, by its runs
         self.slowest = 0.0
         self.lost = 0.0
         self.known: Limits | None = None
@@ -135,10 +145,12 @@ class Isolated:
             kind, what = self._asked(kernel, case)
             if kind == "observed":
                 assert isinstance(what, Observation)
-                if what.ended:
-                    self.close()
-                if not second and self.served > 1 and _is_shortage(what):
-                    self.close()  # of what a device has for all, or of what earlier cases took: a fresh process tells
+                before, is_shortage = self.served[:-1], _is_shortage(what)
+                if what.ended or is_shortage:
+                    self.close()  # what it still keeps, others may want
+                # Earlier cases may have taken it, or others have what a device has for all; and another kernel may have
+                # destroyed what this one died of. A fresh process tells.
+                if not second and ((is_shortage and before) or (what.ended and {*before} - {kernel.name})):
                     continue
                 return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(kernel, case, what)
             if kind == "invalid":
@@ -147,6 +159,8 @@ class Isolated:
             self.close()
             if second and kind == "exhausted":
                 return Observation(ended=f"out of memory: {what}")
+            if second and self._asked(replace(kernel, call=_nothing), case)[0] == "observed":
+                return Observation(ended=f"crashed: what it left behind could not be looked at: {_last_line(what)}")
         raise RuntimeError(f"while a kernel in a process of its own was observed:\n{what}")
 
     def _past_the_end(self, kernel: Kernel, case: Case, crashed: Observation) -> Observation:
@@ -172,7 +186,7 @@ class Isolated:
             self.close()
             began = time.monotonic()
             recipe = self.fresh()
-            worker = self.worker = _Worker(lambda *ends: self._begun(recipe, *ends))
+            worker = self.worker = _Worker(lambda theirs, words: self._begun(recipe, theirs, words))
             names = ", ".join(self.kernels)
             try:
                 if recipe is not None:
@@ -186,11 +200,11 @@ class Isolated:
                 self.close()
                 raise RuntimeError(f"the process for {names} could not begin:\n{what}")
             self.known = self.known or what
-            self.served = 0
+            self.served = []
             self.lost += time.monotonic() - began
         return self.worker
 
-    def _begun(self, recipe: Recipe | None, mine: socket.socket, theirs: socket.socket, words: int) -> int:
+    def _begun(self, recipe: Recipe | None, theirs: socket.socket, words: int) -> int:
         """The number of a new process, which serves on the socket `theirs`."""
         if recipe is not None:
             program = [sys.executable, str(FRESH), str(theirs.fileno()), str(words)]
@@ -204,7 +218,7 @@ class Isolated:
         pid = _forked()
         if pid == 0:
             try:
-                mine.close()
+                _leave_alone({theirs.fileno(), words} | of_adapters)
                 serve(theirs, words, parent, self.kernels, self.make, self.memory)
             finally:
                 os._exit(70)
@@ -218,9 +232,9 @@ class Isolated:
         if is_warm and self.hurry:
             limit = min(limit, max(LEAST_HURRIED, TIMES_SLOWEST * self.slowest))
         began = time.monotonic()
-        self.served += 1
+        self.served.append(kernel.name)
         try:
-            worker.send((kernel.name, case, guarded, os.environ.get(TEST)))
+            worker.send((kernel.name, kernel.call is not _nothing, case, guarded, os.environ.get(TEST)))
             answer = worker.answer(limit)
         except _Died:
             self.worker = None
@@ -240,17 +254,19 @@ class Isolated:
 
 
 class _Worker:
-    """The parent's side of one process. begin: starts it, with both ends of a socket and a file for its last words."""
+    """The parent's side of one process. begin: starts it, with its end of a socket and a file for its last words."""
 
-    def __init__(self, begin: Callable[[socket.socket, socket.socket, int], int]) -> None:
+    def __init__(self, begin: Callable[[socket.socket, int], int]) -> None:
         self.socket, theirs = socket.socketpair()
         self.words = os.memfd_create("pagefuzz-last-words")  # what it writes to standard error during one run
         self.status: int | None = None
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()  # or both processes write what is still in there
-        self.pid = begin(self.socket, theirs, self.words)
+        self.pid = begin(theirs, self.words)
         theirs.close()
+        with suppress(OSError):  # here too, since the process may not have come to it yet
+            os.setpgid(self.pid, self.pid)
         self.poll = select.poll()
         self.poll.register(self.socket, select.POLLIN)
 
@@ -263,7 +279,7 @@ class _Worker:
 
     def answer(self, limit: float) -> tuple[str, Any]:
         """What the process says next. Raises _Died, or _TooLong where that takes more than `limit` seconds."""
-        deadline, got, wanted = time.monotonic() + limit, bytearray(), _LENGTH.size
+        deadline, got, wanted = time.monotonic() + limit, bytearray(), _HEADER.size
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -276,22 +292,25 @@ class _Worker:
                 if not piece:
                     raise _Died
                 got += piece
-                if wanted == _LENGTH.size and len(got) >= wanted:
-                    wanted += _LENGTH.unpack_from(got)[0]
-                if wanted > _LENGTH.size and len(got) >= wanted:
+                if wanted == _HEADER.size and len(got) >= wanted:
+                    magic, length = _HEADER.unpack_from(got)
+                    if magic != _MAGIC:
+                        return "fault", "it wrote to a socket of pagefuzz"
+                    wanted += length
+                if wanted > _HEADER.size and len(got) >= wanted:
                     break
             elif self.is_dead():  # and a child of its own keeps the socket open
                 raise _Died
         try:
-            kind, what = pickle.loads(memoryview(got)[_LENGTH.size :])  # written by our own code a moment ago
+            kind, what = pickle.loads(memoryview(got)[_HEADER.size :])  # written by our own code a moment ago
         except Exception as error:
             return "fault", f"{type(error).__name__}: {error}"
         return kind, what
 
     def is_dead(self) -> bool:
-        if self.status is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.status = os.waitstatus_to_exitcode(ended[1])
-        return self.status is not None
+        # It stays to be waited for until `end`, so that its number is not given to another's group.
+        asked = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self.status is not None or os.waitid(os.P_PID, self.pid, asked) is not None
 
     def where(self) -> str:
         """End a process that hangs; the line that it was at, as the end of a sentence."""
@@ -306,15 +325,18 @@ class _Worker:
         return _line(said)
 
     def end(self) -> str:
-        """End the process, if it has not ended itself, and say how it did."""
+        """End the process, if it has not ended itself, and those that it started; say how it did."""
         # A dying process closes its socket before it can be waited for.
-        for _ in range(20 if self._has_hung_up() else 0):
+        has_hung_up = self.status is None and self._has_hung_up()
+        for _ in range(HANGS_UP if has_hung_up else 0):
             if self.is_dead():
                 break
-            time.sleep(0.005)
-        if not self.is_dead():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
+        lives_on = has_hung_up and not self.is_dead()
+        if self.status is None:
+            for kill in (os.kill, os.killpg):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(self.pid, signal.SIGKILL)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         said = self._said()
         self.socket.close()
@@ -322,12 +344,14 @@ class _Worker:
             os.close(self.words)
             self.words = -1
         assert self.status is not None
+        if lives_on:  # another program in its place, say
+            return "it closed the files of pagefuzz and went on"
         how = f"exit status {self.status}" if self.status >= 0 else f"signal {-self.status}{_name(-self.status)}"
         heard = " ".join(re.split(r"(?m)^Fatal Python error|^Current thread|^Thread 0x", said)[0].split())
         return how + _line(said) + (f": {heard[-LAST_WORDS:]}" if heard else "")
 
     def _has_hung_up(self) -> bool:
-        return self.socket.fileno() >= 0 and bool(self.poll.poll(0))
+        return self.socket.fileno() >= 0 and any(event & select.POLLHUP for _, event in self.poll.poll(0))
 
     def _said(self) -> str:
         if self.words < 0:
@@ -337,11 +361,19 @@ class _Worker:
 
 
 def _is_shortage(seen: Observation) -> bool:
-    """Whether a run failed for want of something that a device has for all its processes together."""
+    """Whether a run failed for want of memory, or of what else a device has for all its processes together."""
     raised = seen.raised
-    if raised is None or raised.type not in ("AcceleratorError", "OutOfMemoryError", "RuntimeError"):
+    if raised is None or raised.type not in ("AcceleratorError", "OutOfMemoryError", "RuntimeError", "MemoryError"):
         return False
-    return any(words in raised.message for words in SHORTAGES)
+    return raised.type == "MemoryError" or any(words in raised.message for words in SHORTAGES)
+
+
+def _nothing(*arguments: object, **keywords: object) -> None:
+    """In a kernel's place: whether a run can be observed at all."""
+
+
+def _last_line(said: str) -> str:
+    return said.strip().rpartition("\n")[2][-LAST_WORDS:]
 
 
 def _name(number: int) -> str:
@@ -361,21 +393,21 @@ def _line(said: str) -> str:
 
 def send(to: socket.socket, message: object) -> None:
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    to.sendall(_LENGTH.pack(len(data)) + data)
+    to.sendall(_HEADER.pack(_MAGIC, len(data)) + data)
 
 
 def received(source: socket.socket) -> Any:
     """The next message; ends this process where there is no more."""
     got = bytearray()
-    wanted = _LENGTH.size
+    wanted = _HEADER.size
     while len(got) < wanted:
         piece = source.recv(wanted - len(got))
         if not piece:
             os._exit(0)
         got += piece
-        if len(got) == wanted == _LENGTH.size:
-            wanted += _LENGTH.unpack_from(got)[0]
-    return pickle.loads(memoryview(got)[_LENGTH.size :])
+        if len(got) == wanted == _HEADER.size:
+            wanted += _HEADER.unpack_from(got)[1]
+    return pickle.loads(memoryview(got)[_HEADER.size :])
 
 
 # ---- the other side
@@ -390,9 +422,12 @@ def serve(
     memory: int | None,
 ) -> NoReturn:
     """Observe one case after the other, until there are no more or the parent is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_the_parent()
     if os.getppid() != parent:
         os._exit(0)
+    os.register_at_fork(after_in_child=_end_with_the_parent)  # what the kernel forks too
+    with suppress(OSError):
+        os.setpgid(0, 0)  # and all that it starts is ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
@@ -403,6 +438,7 @@ def serve(
     faulthandler.enable(file=words)
     try:
         runner = make()
+        runner.hears_interrupts = False
         if memory is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
@@ -410,16 +446,19 @@ def serve(
     except Exception:
         send(asked, ("fault", traceback.format_exc()))
         os._exit(0)
-    me = os.getpid()
+    me, ours = os.getpid(), _identity(words)
     while True:
-        name, case, guarded, test = received(asked)
+        name, is_called, case, guarded, test = received(asked)
+        kernel = kernels[name] if is_called else replace(kernels[name], call=_nothing)
         if isinstance(runner.arena, CpuArena):
             runner.arena.guarded = guarded
         if test is not None:
             os.environ[TEST] = test
-        answer = _observed(runner, kernels[name], case)
+        answer = _observed(runner, kernel, case)
         if os.getpid() != me:
             os._exit(0)  # a child that the kernel started came back from it
+        if _identity(words) != ours:
+            os._exit(70)  # the kernel closed it, and what has its number now is no business of ours
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -441,6 +480,36 @@ def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
         if "alloc" in str(error) or getattr(error, "errno", None) == 12:  # torch's CPU allocator; ENOMEM
             return "exhausted", " ".join(f"{type(error).__name__}: {error}".split())[:LAST_WORDS]
         return "fault", traceback.format_exc()
+
+
+def _end_with_the_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _identity(file: int) -> tuple[int, int] | None:
+    """What an open file is; None if it is closed."""
+    with suppress(OSError):
+        found = os.fstat(file)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def channels() -> set[int]:
+    """The sockets and pipes that this process has open, but for its standard input and outputs."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            mode = os.fstat(int(name)).st_mode
+            if int(name) > 2 and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
+                found.add(int(name))
+    return found
+
+
+def _leave_alone(kept: set[int]) -> None:
+    """Have nothing in a fork that leads elsewhere, but for what is kept: not to pytest, and not to other kernels."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for channel in channels() - kept:
+        os.dup2(nowhere, channel, inheritable=False)  # and the number stays taken
 
 
 def _forked() -> int:

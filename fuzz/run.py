@@ -77,6 +77,7 @@ class Runner:
     def __init__(self, arena: Arena, interpreted: bool) -> None:
         self.arena = arena
         self.interpreted = interpreted
+        self.hears_interrupts = True  # where not, it is the kernel that raises KeyboardInterrupt
         if interpreted:
             from pagefuzz.fuzz.interpreter import install
 
@@ -120,9 +121,9 @@ class Runner:
                 result = kernel.call(*placed, **keywords)
                 returned, misreturned = _returned(kernel, result, named)
                 bits = self.arena.fetch(returned)  # waits for a device, whose errors belong to this run
-            except (KeyboardInterrupt, GeneratorExit):
-                raise
             except BaseException as error:  # a kernel that exits or skips is observed like one that raises
+                if self.hears_interrupts and isinstance(error, KeyboardInterrupt | GeneratorExit):
+                    raise
                 raised = _raised(error)
         if raised is not None and not self._is_alive():
             return Observation(ended=f"crashed: {raised}")

@@ -26,7 +26,15 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
-from pagefuzz.fuzz.isolation import CASE_LIMIT, Isolated, Recipe, is_checked_first, memory_for_one
+from pagefuzz.fuzz.isolation import (
+    CASE_LIMIT,
+    Isolated,
+    Recipe,
+    channels,
+    is_checked_first,
+    memory_for_one,
+    of_adapters,
+)
 from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
@@ -39,6 +47,7 @@ from pagefuzz.strategies.case import Case, InvalidCase
 SHARD = 125  # examples
 MOST_PROCESSES = 4  # that wait for the next case of their kernels, on the CPU
 MOST_SHARING = 8  # workers a device that -n auto starts; with more they wait for each other (bench/README.md)
+MOST_MEMORY = 0.9  # of a device, that torch may take there in all processes of a run together
 SHAPES = 2  # that an item of compiled kernels draws its cases from
 ITEMS_OF_OWN_SHAPES = 16  # then the next items have the same again
 
@@ -82,6 +91,8 @@ def runner_on(place: str, sharing: int) -> Runner:
     device, module = torch.device(place), device_module(place)
     if device.index is not None and hasattr(module, "set_device"):
         module.set_device(device)  # kernels launch on the current one
+    if hasattr(module, "set_per_process_memory_fraction"):  # what one takes for itself, the others lack
+        module.set_per_process_memory_fraction(MOST_MEMORY / sharing)
     if device.type == "cuda":
         with suppress(OSError, RuntimeError):  # a driver that cannot map addresses and memory apart
             return Runner(CudaArena(device), interpreted=False)
@@ -133,7 +144,7 @@ class Statistics:
 def load_adapter(name: str) -> None:
     """Import an adapter, a file or a module. Raises UsageError in one sentence for whatever goes wrong in it."""
     path = Path(name)
-    before = len(registered())
+    before, open_before = len(registered()), channels()
     try:
         if os.path.isfile(path):
             digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
@@ -168,6 +179,7 @@ def load_adapter(name: str) -> None:
         else:
             said = f"{_line_in(error, path)}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"--adapter {name}{said}") from None
+    of_adapters.update(channels() - open_before)
     if len(registered()) == before:
         raise UsageError(f"--adapter {name}: it registers no kernel; decorate one with @pagefuzz.kernel(OPERATION).")
 

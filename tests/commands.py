@@ -142,7 +142,7 @@ def shell_in(folder: Path, command: str, **more: str) -> Done:
 
 
 def group(leader: int) -> list[int]:
-    """The living processes of a process group."""
+    """The living processes of a session: a kernel's own have a group of their own."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -150,7 +150,7 @@ def group(leader: int) -> list[int]:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(fields[2]) == leader and fields[0] != "Z":
+            if int(fields[3]) == leader and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
 

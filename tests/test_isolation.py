@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ import torch
 
 from pagefuzz.fuzz import plugin
 from pagefuzz.fuzz.arena import EVERY, CpuArena
+from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, Recipe, in_a_fork, is_checked_first
+from pagefuzz.fuzz.isolation import Isolated, Recipe, channels, in_a_fork, is_checked_first, of_adapters
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
-from pagefuzz.fuzz.session import Session, load_own
+from pagefuzz.fuzz.session import Session, load_adapter, load_own, runner_on
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import VIOLATION, Judge
 from pagefuzz.kernels.operations import OPERATIONS
@@ -86,7 +88,7 @@ def at(position: int, act: Callable[[], object]) -> Callable[..., torch.Tensor]:
     return slots
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException, *arguments: object) -> NoReturn:
     raise error
 
 
@@ -106,6 +108,10 @@ FATAL: dict[str, tuple[Callable[[], object], str]] = {
         r"crashed: signal 6, SIGABRT \(at test_isolation\.py, line \d+\): free\(\): invalid pointer$",
     ),
     "closes all": (lambda: os.closerange(3, 4096), r"crashed: exit status 70$"),
+    "gives way": (
+        lambda: os.execv("/bin/sleep", ["sleep", "1000"]),
+        r"crashed: it closed the files of pagefuzz and went on$",
+    ),
     "spins": (_spin, r"hung: no result within 0\.5 s \(at test_isolation\.py, line \d+\)$"),
     "pauses": (lambda: LIBC.pause(), r"hung: no result within 0\.5 s \(at test_isolation\.py, line \d+\)$"),
     "pauses, deaf": (
@@ -237,12 +243,185 @@ def test_what_a_kernel_prints_is_not_lost(started: Callable[..., Isolated], capf
     assert capfd.readouterr() == ("from Python\n", "from C\n")
 
 
+def test_memory_that_an_earlier_case_kept_fails_no_later_one(started: Callable[..., Isolated]) -> None:
+    kept: list[bytearray] = []
+
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        wanted = bytearray(1 << 27)
+        if (positions == 2).any():
+            kept.append(wanted)
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+    runs = started(slots, memory=(1 << 28) + (1 << 26))
+    for position in (2, 2, 2, 1):
+        assert observe(runs, one_token(position)).finished
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, SystemExit, StopIteration])
+def test_whatever_a_kernel_raises_is_observed(error: type[BaseException], started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, partial(_raise, error("no"))))
+    for _ in range(2):
+        raised = observe(runs, one_token(2)).raised
+        assert raised is not None and raised.type == error.__name__
+        assert observe(runs, one_token(1)).finished
+
+
+@pytest.mark.parametrize("starts", ["fork", "another program"])
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_a_kernel_starts_ends_with_its_process(
+    starts: str, dies: bool, started: Callable[..., Isolated], tmp_path: Path
+) -> None:
+    def act() -> None:
+        if starts == "fork":
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(1000)
+        else:
+            pid = subprocess.Popen(["sleep", "1000"]).pid
+        (tmp_path / "pid").write_text(str(pid))
+        if dies:
+            os.abort()
+
+    runs = started(at(2, act))
+    assert observe(runs, one_token(2)).finished is not dies
+    pid = int((tmp_path / "pid").read_text())
+    assert dies or _lives(pid)
+    runs.close()
+    for _ in range(100):
+        if not _lives(pid):
+            break
+        time.sleep(0.05)
+    assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_kernel_that_kills_its_group_kills_itself_alone(started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, lambda: os.killpg(0, signal.SIGKILL)))
+    assert observe(runs, one_token(2)).ended == "crashed: signal 9, SIGKILL"
+
+
+def _write_everywhere() -> None:
+    for file in channels():
+        with suppress(OSError):
+            os.write(file, b"garbage" * 10)
+
+
+def test_a_kernel_reaches_no_socket_but_its_own(started: Callable[..., Isolated]) -> None:
+    reading, writing = os.pipe()
+    other = started(at(9, lambda: None))
+    assert observe(other, one_token(1)).finished
+    runs = started(at(2, _write_everywhere))
+    said = "crashed: what it left behind could not be looked at: it wrote to a socket of pagefuzz"
+    for turn in range(2):
+        assert observe(runs, one_token(2)).ended == said
+        assert observe(runs, one_token(1)).finished
+        assert observe(other, one_token(1)).finished and other.served == ["under test"] * (2 + turn)
+    os.close(writing)
+    assert os.read(reading, 100) == b""
+    os.close(reading)
+
+
+def test_what_an_adapter_opened_is_left_to_its_kernel(started: Callable[..., Isolated], tmp_path: Path) -> None:
+    (tmp_path / "adapter.py").write_text(
+        "import os\nfrom pagefuzz import kernel\n"
+        "PIPE = os.pipe()\nkernel('slot_mapping', name='opens')(lambda *arguments: None)\n"
+    )
+    before = set(of_adapters)
+    load_adapter(str(tmp_path / "adapter.py"))
+    reading, writing = sorted(of_adapters - before)
+    runs = started(at(2, lambda: os.write(writing, b"seen")))
+    assert observe(runs, one_token(2)).finished
+    os.close(writing)
+    assert os.read(reading, 100) == b"seen"
+    os.close(reading)
+    of_adapters.difference_update((reading, writing))
+
+
+def test_a_file_that_has_the_number_of_a_closed_one_of_ours_is_not_touched(
+    started: Callable[..., Isolated], tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+
+    def act() -> None:
+        os.closerange(3, 4096)
+        for _ in range(40):
+            os.open(tmp_path / "precious", os.O_RDWR)
+
+    runs = started(at(2, act))
+    assert observe(runs, one_token(2)).ended == "crashed: exit status 70"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_kernel_that_breaks_what_observes_it_is_accused(started: Callable[..., Isolated]) -> None:
+    def act() -> None:
+        os.pread = partial(_raise, ValueError("not any more"))
+
+    runs = started(at(2, act))
+    said = "crashed: what it left behind could not be looked at: ValueError: not any more"
+    for _ in range(2):
+        assert observe(runs, one_token(2)).ended == said
+        assert observe(runs, one_token(1)).finished
+
+
+def test_a_fault_of_pagefuzz_is_no_kernels(monkeypatch: pytest.MonkeyPatch, started: Callable[..., Isolated]) -> None:
+    monkeypatch.setattr(CpuArena, "changes", partial(_raise, ValueError("ours")))
+    runs = started(at(2, lambda: None))
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^while a kernel in a process of its own was observed:.*ValueError: ours$"
+    ):
+        observe(runs, one_token(1))
+
+
+def test_a_kernel_does_not_die_of_what_another_destroyed_in_their_process() -> None:
+    destroyed: list[bool] = []
+
+    def dies(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if destroyed:
+            os.abort()
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+    calls = {"destroys": at(2, lambda: destroyed.append(True)), "dies": dies, "aborts": at(2, os.abort)}
+    kernels = [Kernel(name, OPERATIONS["slot_mapping"], call, Declaration()) for name, call in calls.items()]
+    runs = Isolated(kernels, lambda: Runner(CpuArena(), interpreted=True))
+    try:
+        assert runs.observe(kernels[0], one_token(2)).finished
+        assert runs.observe(kernels[1], one_token(2)).finished
+        assert runs.served == ["dies"]  # in a fresh process
+        assert runs.observe(kernels[2], one_token(2)).ended.startswith("crashed: signal 6")
+    finally:
+        runs.close()
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried", "[enforce fail] can't allocate memory: you tried"])
+def test_a_process_that_ran_out_keeps_nothing(message: str, started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, partial(_raise, RuntimeError(message))))
+    assert observe(runs, one_token(1)).finished
+    raised = observe(runs, one_token(2)).raised
+    assert raised is not None and raised.message == message
+    assert runs.worker is None
+
+
 def test_the_arena_of_the_run_is_out_of_reach(started: Callable[..., Isolated]) -> None:
     arena = runner().arena
     assert isinstance(arena, CpuArena) and not arena._populated()
     runs = started(at(2, lambda: ctypes.memset(arena.base + arena.size // 2, 1, 1)))
     observe(runs, one_token(2))
     assert not arena._populated()
+
+
+def test_a_process_may_take_its_share_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    module = SimpleNamespace(set_per_process_memory_fraction=shares.append)
+    monkeypatch.setattr("pagefuzz.fuzz.session.device_module", lambda device: module)
+    monkeypatch.setattr("pagefuzz.fuzz.device_arena.arena_bytes", lambda free, workers: 1 << 20)
+    assert isinstance(runner_on("meta", 4).arena, DeviceArena)
+    assert shares == [0.225]
 
 
 # ---- guard pages
@@ -377,15 +556,6 @@ settings.register_profile("more", max_examples=100, deadline=None)
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype = ctypes.c_void_p
 
-def spin():
-    while True:
-        pass
-
-def eat():
-    kept = []
-    while True:
-        kept.append(bytearray(1 << 24))
-
 def eat_in_c():
     while True:
         ctypes.memset(LIBC.malloc(ctypes.c_size_t(1 << 24)), 1, 4096)
@@ -398,12 +568,7 @@ def planted(name, act):
     kernel("slot_mapping", name=name)(slots)
 
 planted("reads", lambda: ctypes.string_at(8, 4))
-planted("writes", lambda: ctypes.memset(8, 1, 4))
-planted("aborts", os.abort)
 planted("leaves", lambda: os._exit(0))
-planted("spins", spin)
-planted("pauses", lambda: LIBC.pause())
-planted("eats", eat)
 planted("eats_in_c", eat_in_c)
 planted("good", lambda: None)
 
@@ -422,6 +587,7 @@ def waits(block_tables, seq_ids, positions, block_size):
     with open(f"waits-{os.getpid()}", "w"):
         pass
     if len(positions):
+        os.fork()
         time.sleep(1000)
     return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
 
@@ -429,21 +595,14 @@ os.environ["THE_RUN"] = str(os.getpid())
 """
 PLANTED = {
     "reads": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
-    "writes": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
-    "aborts": r"crashed: signal 6, SIGABRT \(at adapter\.py, line \d+\)",
     "leaves": r"crashed: exit status 0",
-    "spins": r"hung: no result within 1 s \(at adapter\.py, line \d+\)",
-    "pauses": r"hung: no result within 1 s \(at adapter\.py, line \d+\)",
-    "eats": r"raised MemoryError: .*\(at adapter\.py, line \d+\)",
     "eats_in_c": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
 }
 LIMITS = ("--case-limit", "1", "--memory-limit", "0.25", "--hypothesis-profile", "tiny")
 
 
-@pytest.mark.parametrize(("workers", "planted"), [("0", ("reads", "leaves", "eats_in_c")), ("2", tuple(PLANTED))])
-def test_each_planted_end_is_shrunk_saved_and_replayed_and_harms_nobody(
-    workers: str, planted: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_planted_ends_are_shrunk_saved_and_replayed_without_workers_too(tmp_path: Path) -> None:
+    planted, workers = tuple(PLANTED), "0"
     (tmp_path / "adapter.py").write_text(dedent(ADAPTER))
     chosen = [part for name in (*planted, "good", "wrong") for part in ("--kernel", name)]
     options = ("--adapter", "adapter.py", *LIMITS, *chosen, "-n", workers)

@@ -1,0 +1,1 @@
+"""Faults that end a process or never end, planted in adapters and fuzzed by the real command line."""
