@@ -1,11 +1,14 @@
 """A process for kernels that shares nothing with the one that asked for it: `python fresh.py SOCKET WORDS`.
 
-For adapters whose import uses the device, since no fork can use it after that. It loads the same adapters again.
+For adapters whose import uses the device, since no fork can use it after that, and for compute-sanitizer, which starts
+what it watches. It loads the same adapters again.
 """
 
 import importlib.util
+import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +23,7 @@ def main() -> None:
     sys.modules["pagefuzz"] = module
     spec.loader.exec_module(module)
 
+    from pagefuzz.fuzz import sanitizer
     from pagefuzz.fuzz.isolation import received, serve
     from pagefuzz.fuzz.session import device_runner, load_adapter, load_own
     from pagefuzz.kernels.pairs import with_pairs
@@ -32,6 +36,9 @@ def main() -> None:
         load_adapter(adapter)
     load_own()
     kernels = with_pairs(registered())
+    if recipe.tool:  # its parent is the tool
+        make = partial(sanitizer.runner, recipe.device, recipe.tool)
+        serve(asked, words, os.getppid(), kernels, make, None, recipe.tool, recipe.log)
     serve(asked, words, recipe.parent, kernels, lambda: device_runner(recipe.device, recipe.workers), None)
 
 

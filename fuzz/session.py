@@ -28,6 +28,7 @@ from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
 from pagefuzz.fuzz.isolation import CASE_LIMIT, Isolated, Recipe, is_checked_first, memory_for_one
 from pagefuzz.fuzz.run import Observer, Runner
+from pagefuzz.fuzz.sanitizer import SHARE, TOOLS, Sanitizer
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
@@ -206,7 +207,7 @@ class Session:
     shell reads them. named: whether --kernel chose. adapters: as --adapter names them. isolate: whether kernels run in
     processes of their own; None: all but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take
     there. memory_limit: bytes that such a process may take, on the CPU. worker, workers: which of how many processes of
-    this run this one is. started: when, in seconds of time.time().
+    this run this one is. sanitizer: what watches them, if anything does. started: when, in seconds of time.time().
     """
 
     device: str
@@ -223,16 +224,19 @@ class Session:
     memory_limit: int = field(default_factory=memory_for_one)
     worker: int = 0
     workers: int = 1
+    sanitizer: Sanitizer | None = None
     started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self.isolated: OrderedDict[str, Isolated] = OrderedDict()
+        if self.sanitizer is not None:
+            self.examples = -(-self.examples // SHARE)
 
     def is_isolated(self, kernel: Kernel) -> bool:
         """Whether a kernel runs in a process of its own."""
         if self.isolate is not None:
             return self.isolate
-        return self.device != "cpu" or not is_checked_first(kernel)
+        return self.sanitizer is not None or self.device != "cpu" or not is_checked_first(kernel)
 
     def runner_for(self, kernel: Kernel) -> Observer:
         """What runs the cases of a kernel."""
@@ -241,10 +245,13 @@ class Session:
         import torch
 
         torch.set_num_threads(1)  # a pool of threads does not survive the fork
-        if self.device != "cpu":  # one process for all: a device takes seconds to start, and memory
+        if (
+            self.device != "cpu" or self.sanitizer is not None
+        ):  # one process for all: a device takes seconds to start, and memory
             if not self.isolated:
                 everybody = {**with_pairs(registered()), **self.kernels}.values()
-                self.isolated[""] = Isolated(everybody, self.make_runner, self.case_limit, None, self._recipe)
+                limit, watched = self.case_limit, self.sanitizer
+                self.isolated[""] = Isolated(everybody, self.make_runner, limit, None, self._recipe, watched)
             return self.isolated[""]
         if kernel.name not in self.isolated:
             self.isolated[kernel.name] = Isolated([kernel], self.make_runner, self.case_limit, self.memory_limit)
@@ -254,9 +261,9 @@ class Session:
         return self.isolated[kernel.name]
 
     def _recipe(self) -> Recipe | None:
-        """For a fresh Python, where an adapter has used the device and no fork can."""
+        """For a fresh Python, where an adapter has used the device and no fork can, or a sanitizer has to start it."""
         module = device_module(self.device)
-        if not getattr(module, "is_initialized", lambda: False)():
+        if self.sanitizer is None and not getattr(module, "is_initialized", lambda: False)():
             return None
         place, sharing = self._place()
         return Recipe(place, self.adapters, tuple(sys.path), sharing, os.getpid())
@@ -369,6 +376,9 @@ class Session:
     def replay(self, wanted: saving.SavedCase, case: Case, again: str) -> str:
         """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
         NotJudged."""
+        tool = wanted.seen.partition(":")[0]
+        if tool in TOOLS and (self.sanitizer is None or self.sanitizer.tool != tool):
+            raise NotJudged(f"unsupported: {tool} has seen it, and nothing else does; add --sanitize {tool}.")
         kernel = self._kernel_for(wanted)
         judge = Judge(kernel, self.runner_for(kernel))
         verdict = _verdict(judge, case)
