@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pagefuzz.fuzz import sanitizer
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.plain_arena import PlainArena
 from pagefuzz.fuzz.run import Runner
@@ -237,14 +237,14 @@ def test_what_comes_late_is_said_to_be_late_and_waited_for_longer(tmp_path: Path
     path.write_text("old\n")
     log = Log(str(path), at=4)
     log.begin()
-    assert log.new() == "" and not log.late
+    assert (log.new(), log.late) == ("", False)
     waited = log.settled
     with open(path, "a") as file:
         file.write("late\n")
     log.begin()
-    assert log.late and log.settled > waited and log.new() == "late\n"
+    assert (log.settled > waited, log.new(), log.late) == (True, "late\n", True)
     log.begin()
-    assert not log.late and log.new() == ""
+    assert (log.new(), log.late) == ("", False)
     tool, text, sentence = SAID["behind a tensor"]
     assert said(dedent(text), tool, PLACES, late=True).startswith(f"{sentence}; said late")
 
@@ -297,7 +297,7 @@ def test_it_is_found_on_the_path_and_in_the_toolkit(tmp_path: Path, monkeypatch:
 def test_where_it_cannot_be_used_one_sentence_says_so(
     tool: str, device: str, isolate: bool | None, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanitizer.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("pagefuzz.fuzz.sanitizer.shutil.which", lambda *_, **__: None)
     with pytest.raises(NoSanitizer, match=sentence.replace(".", r"\.")):
         found(tool, device, isolate)
 
@@ -362,7 +362,12 @@ def test_for_initcheck_nothing_is_written_that_the_case_does_not_write(
 ) -> None:
     filled: list[bool] = []
     fill = torch.Tensor.fill_
-    monkeypatch.setattr(torch.Tensor, "fill_", lambda *given: (filled.append(True), fill(*given))[1])
+
+    def noted(*given: Any) -> torch.Tensor:
+        filled.append(True)
+        return fill(*given)
+
+    monkeypatch.setattr(torch.Tensor, "fill_", noted)
 
     def slots(block_tables: torch.Tensor, seq_ids: object, positions: torch.Tensor, block_size: int) -> torch.Tensor:
         torch.empty(8)
@@ -525,3 +530,25 @@ def test_what_it_asks_for() -> None:
     assert words[:5] == ["/bin/compute-sanitizer", "--tool", "initcheck", "--log-file", "LOG"]
     assert words[-2:] == ["--check-api-memory-access", "no"]
     assert "--padding" in Sanitizer("x", "memcheck").command("LOG")
+
+
+def test_the_command_line_finds_shrinks_and_replays_it(tmp_path: Path) -> None:
+    program = program_in(tmp_path / "bin", TOOL.format(python=sys.executable))
+    on_the_cpu = f"""
+from hypothesis import settings
+from pagefuzz.fuzz import sanitizer
+
+settings.register_profile("tiny", max_examples=1600, deadline=None)
+sanitizer.found = lambda tool, device, isolate: sanitizer.Sanitizer({str(program)!r}, tool)
+"""
+    (tmp_path / "adapter.py").write_text(on_the_cpu + ADAPTER.replace("{prefix}", ""))
+    options = ("--adapter", "adapter.py", "--sanitize", "memcheck", "--hypothesis-profile", "tiny")
+    done = pytest_in(tmp_path, *options, "--kernel", "reads", "--kernel", "good")
+    assert done.code == 1 and "1 failed, 1 passed" in done.text, done.text
+    assert "profile tiny: 40 cases a kernel" in done.text and "(10 times that under memcheck)" in done.text
+    assert done.command("seen").startswith(LINE)
+    assert done.command("again").endswith("--adapter adapter.py --sanitize memcheck")
+    again = pytest_in(tmp_path, *options, "--replay", ".pagefuzz/failures")
+    assert again.code == 1 and "still fails: I0 violated by reads" in again.text, again.text
+    without = pytest_in(tmp_path, *options[:2], "--replay", ".pagefuzz/failures")
+    assert without.code == 3 and "add --sanitize memcheck" in without.text, without.text
