@@ -1,12 +1,14 @@
 """A process for kernels that shares nothing with the one that asked for it: `python fresh.py SOCKET WORDS`.
 
 For adapters whose import uses the device, or starts threads: a fork could not use the one, and would not have the
-others. It loads the same adapters again.
+others. And for compute-sanitizer, which starts what it watches. It loads the same adapters again.
 """
 
 import importlib.util
+import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +23,7 @@ def main() -> None:
     sys.modules["pagefuzz"] = module
     spec.loader.exec_module(module)
 
+    from pagefuzz.fuzz import sanitizer
     from pagefuzz.fuzz.isolation import received, send, serve
     from pagefuzz.fuzz.session import UsageError, load_adapter, load_own, runner_on
     from pagefuzz.kernels.pairs import with_pairs
@@ -37,6 +40,9 @@ def main() -> None:
         send(asked, ("fault", str(error)))
         return
     kernels = with_pairs(registered())
+    if recipe.tool:  # its parent is the tool
+        make = partial(sanitizer.runner, recipe.device, recipe.tool)
+        serve(asked, words, os.getppid(), kernels, make, None, recipe.tool, recipe.log)
     serve(asked, words, recipe.parent, kernels, lambda: runner_on(recipe.device, recipe.workers), recipe.memory)
 
 

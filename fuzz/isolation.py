@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pagefuzz.fuzz.arena import EVERY, CpuArena
+from pagefuzz.fuzz.plain_arena import PlainArena
 from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.sanitizer import ENVIRONMENT, MOST_LOG, SLOWER, Log, Sanitizer, new_log, read, said
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, InvalidCase, Limits, arguments_of
@@ -75,7 +77,8 @@ def is_checked_first(kernel: Kernel) -> bool:
 class Recipe:
     """What a fresh Python has to know to run the same kernels. device: a torch device string. adapters: as --adapter
     takes them. path: of Python's imports. workers: processes that share the device. memory: as for a forked process.
-    parent: the process that asks."""
+    parent: the process that asks. tool, log: of compute-sanitizer, where it watches the new process; else both empty.
+    """
 
     device: str
     adapters: tuple[str, ...]
@@ -83,6 +86,8 @@ class Recipe:
     workers: int
     memory: int | None
     parent: int
+    tool: str = ""
+    log: str = ""
 
 
 class _Died(Exception):
@@ -98,7 +103,8 @@ class Isolated:
 
     make: makes the Runner, in that process. limit: seconds that one run may take; a kernel's very first one may take
     longer. memory: bytes of address space that the process may take beyond what it starts with; None for any. fresh:
-    None, or gives what a fresh Python has to know to make the same Runner and kernels, where no fork could.
+    None, or gives what a fresh Python has to know to make the same Runner and kernels, where no fork could. sanitizer:
+    what watches that fresh Python, if anything does; its reports are observed as ended runs.
     """
 
     def __init__(
@@ -108,9 +114,14 @@ class Isolated:
         limit: float = CASE_LIMIT,
         memory: int | None = None,
         fresh: Callable[[], Recipe | None] = lambda: None,
+        sanitizer: Sanitizer | None = None,
     ) -> None:
         self.kernels = {kernel.name: kernel for kernel in kernels}
         self.make, self.limit, self.memory, self.fresh = make, limit, memory, fresh
+        self.sanitizer = sanitizer
+        self.log = ""  # of the sanitizer of the process that there is
+        if sanitizer is not None:
+            self.limit *= SLOWER
         self.worker: _Worker | None = None
         self.hurry = False
         self.warm: set[str] = set()  # kernels that have run
@@ -143,6 +154,9 @@ class Isolated:
         """
         for second in (False, True):
             kind, what = self._asked(kernel, case)
+            if kind == "reported":  # by a sanitizer, and the process is as good as before
+                assert isinstance(what, Observation)
+                return what
             if kind == "observed":
                 assert isinstance(what, Observation)
                 before, is_shortage = self.served[:-1], _is_shortage(what)
@@ -180,22 +194,30 @@ class Isolated:
         if self.worker is not None:
             self.worker.end()
             self.worker = None
+        if self.log:
+            with suppress(OSError):
+                os.unlink(self.log)
+            self.log = ""
 
     def _started(self) -> _Worker:
         if self.worker is None or self.worker.is_dead():
             self.close()
             began = time.monotonic()
             recipe = self.fresh()
+            if recipe is not None and self.sanitizer is not None:
+                self.log = new_log()
+                recipe = replace(recipe, tool=self.sanitizer.tool, log=self.log)
             worker = self.worker = _Worker(lambda theirs, words: self._begun(recipe, theirs, words))
             names = ", ".join(self.kernels)
             try:
                 if recipe is not None:
                     worker.send(recipe)
-                kind, what = worker.answer(START)
+                kind, what = worker.answer(START if self.sanitizer is None else 3 * START)
             except (_Died, _TooLong):
-                said = worker.end()
+                how = " ".join([worker.end(), *(read(self.log, 0).split() if self.log else ())])[: 4 * LAST_WORDS]
                 self.worker = None
-                raise RuntimeError(f"the process for {names} did not start: {said}") from None
+                self.close()
+                raise RuntimeError(f"the process for {names} did not start: {how}") from None
             if kind != "ready":
                 self.close()
                 raise RuntimeError(f"the process for {names} could not begin:\n{what}")
@@ -211,6 +233,8 @@ class Isolated:
             os.set_inheritable(theirs.fileno(), True)
             os.set_inheritable(words, True)
             try:
+                if self.sanitizer is not None and recipe.log:
+                    return _watched([*self.sanitizer.command(recipe.log), *program])
                 return os.posix_spawn(sys.executable, program, os.environ)
             finally:
                 os.set_inheritable(words, False)
@@ -233,12 +257,16 @@ class Isolated:
             limit = min(limit, max(LEAST_HURRIED, TIMES_SLOWEST * self.slowest))
         began = time.monotonic()
         self.served.append(kernel.name)
+        logged = os.stat(self.log).st_size if self.log else 0
         try:
             worker.send((kernel.name, kernel.call is not _nothing, case, guarded, os.environ.get(TEST)))
             answer = worker.answer(limit)
         except _Died:
             self.worker = None
-            return "observed", Observation(ended=f"crashed: {worker.end()}")
+            how = f"crashed: {worker.end()}"
+            if self.log and self.sanitizer is not None:
+                how = said(read(self.log, logged), self.sanitizer.tool) or how
+            return "observed", Observation(ended=how)
         except _TooLong:
             self.worker = None
             return "observed", Observation(ended=f"hung: no result within {limit:.3g} s{worker.where()}")
@@ -420,8 +448,13 @@ def serve(
     kernels: Mapping[str, Kernel],
     make: Callable[[], Runner],
     memory: int | None,
+    tool: str = "",
+    log: str = "",
 ) -> NoReturn:
-    """Observe one case after the other, until there are no more or the parent is gone."""
+    """Observe one case after the other, until there are no more or the parent is gone.
+
+    tool, log: of compute-sanitizer, where it watches this process.
+    """
     _end_with_the_parent()
     if os.getppid() != parent:
         os._exit(0)
@@ -447,6 +480,7 @@ def serve(
         send(asked, ("fault", traceback.format_exc()))
         os._exit(0)
     me, ours = os.getpid(), _identity(words)
+    watch = Log(log, at=os.stat(log).st_size) if log else None
     while True:
         name, is_called, case, guarded, test = received(asked)
         kernel = kernels[name] if is_called else replace(kernels[name], call=_nothing)
@@ -454,7 +488,11 @@ def serve(
             runner.arena.guarded = guarded
         if test is not None:
             os.environ[TEST] = test
+        if watch is not None:
+            watch.begin()
         answer = _observed(runner, kernel, case)
+        if watch is not None:
+            answer = _with_reports(answer, runner, tool, watch)
         if os.getpid() != me:
             os._exit(0)  # a child that the kernel started came back from it
         if _identity(words) != ours:
@@ -473,7 +511,7 @@ def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
     try:
         return "observed", runner.observe(kernel, case)
     except InvalidCase as error:
-        return "invalid", str(error)
+        return "invalid", str(error) + (" (under --sanitize)" if isinstance(runner.arena, PlainArena) else "")
     except MemoryError as error:
         return "exhausted", " ".join(f"MemoryError {error}".split())
     except BaseException as error:
@@ -510,6 +548,28 @@ def _leave_alone(kept: set[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for channel in channels() - kept:
         os.dup2(nowhere, channel, inheritable=False)  # and the number stays taken
+
+
+def _with_reports(answer: tuple[str, Any], runner: Runner, tool: str, watch: Log) -> tuple[str, Any]:
+    """What was observed, or what the sanitizer has reported of the run instead: more is not known of such a run."""
+    kind, what = answer
+    told = said(watch.new(), tool, getattr(runner.arena, "addresses", ()), watch.late)
+    if not told:
+        return answer
+    is_well = kind == "observed" and not what.ended and watch.at < MOST_LOG
+    return "reported" if is_well else "observed", Observation(ended=told)
+
+
+def _watched(program: list[str]) -> int:
+    """Start a program that ends when this process does, and with it what it has started."""
+    pid = _forked()
+    if pid == 0:
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.execve(program[0], program, {**os.environ, **ENVIRONMENT})
+        finally:
+            os._exit(70)
+    return pid
 
 
 def _forked() -> int:

@@ -63,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run kernels in processes of their own (default: all but pagefuzz's own interpreted ones)",
     )
     group.addoption(
+        "--sanitize",
+        default=None,
+        metavar="TOOL",
+        help="run kernels under compute-sanitizer (CUDA): memcheck, racecheck, initcheck, synccheck; 1/40 of the cases",
+    )
+    group.addoption(
         "--case-limit", default=None, metavar="SECONDS", help="what hangs: a longer run of an isolated kernel (10)"
     )
     group.addoption(
@@ -85,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _session(config: pytest.Config) -> Any:
+    from pagefuzz.fuzz import sanitizer
     from pagefuzz.fuzz import session as sessions
     from pagefuzz.kernels.registry import registered
 
@@ -114,6 +121,12 @@ def _session(config: pytest.Config) -> Any:
     if isolate is not None:
         repeat.append("--isolate" if isolate else "--no-isolate")
     more: dict[str, Any] = {}
+    if (tool := config.getoption("--sanitize")) is not None:
+        repeat += ["--sanitize", tool]
+        try:
+            more["sanitizer"] = sanitizer.found(tool, device, isolate)
+        except sanitizer.NoSanitizer as error:
+            raise sessions.UsageError(str(error)) from None
     if limit is not None:
         repeat += ["--case-limit", limit]
         more["case_limit"] = _positive("--case-limit", limit)
@@ -292,11 +305,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     apart = [name for name, kernel in session.kernels.items() if session.is_isolated(kernel)]
     which = "all" if len(apart) == len(session.kernels) else ", ".join(apart) or "none"
     found = versions()
+    watched = f" (10 times that under {session.sanitizer.tool})" if session.sanitizer else ""
     packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy", "hypothesis"))
     return [
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
-        f"  in processes of their own: {which}; hung after {session.case_limit:g} s",
+        f"  in processes of their own: {which}; hung after {session.case_limit:g} s{watched}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
     ]
 

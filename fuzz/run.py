@@ -72,12 +72,16 @@ class Observer(Protocol):
 
 
 class Runner:
-    """Runs cases in one arena, one after the other."""
+    """Runs cases in one arena, one after the other.
 
-    def __init__(self, arena: Arena, interpreted: bool) -> None:
+    poisoned: memory that a kernel allocates is filled; else left alone, for a tool that sees who reads it.
+    """
+
+    def __init__(self, arena: Arena, interpreted: bool, poisoned: bool = True) -> None:
         self.arena = arena
         self.interpreted = interpreted
         self.hears_interrupts = True  # where not, it is the kernel that raises KeyboardInterrupt
+        self.poisoned = poisoned
         if interpreted:
             from pagefuzz.fuzz.interpreter import install
 
@@ -114,7 +118,7 @@ class Runner:
         with (
             self._tracing(tensors) as trace,
             self._ordering(case.order),
-            _FreshMemoryIsPoison(getattr(case, "fresh", "nan")),
+            _FreshMemoryIsPoison(getattr(case, "fresh", "nan")) if self.poisoned else nullcontext(),
             np.errstate(),
         ):  # keeps what a kernel sets to itself
             try:

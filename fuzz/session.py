@@ -36,6 +36,7 @@ from pagefuzz.fuzz.isolation import (
     of_adapters,
 )
 from pagefuzz.fuzz.run import Observer, Runner
+from pagefuzz.fuzz.sanitizer import SHARE, TOOLS, Sanitizer
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
@@ -222,8 +223,8 @@ class Session:
     shell reads them. named: whether --kernel chose. adapters: as --adapter names them. has_threads: whether their
     import left threads, which a fork would not have. isolate: whether kernels run in processes of their own; None: all
     but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take there. memory_limit: bytes that
-    such a process may take, on the CPU. worker, workers: which of how many processes of this run this one is. started:
-    when, in seconds of time.time().
+    such a process may take, on the CPU. worker, workers: which of how many processes of this run this one is.
+    sanitizer: what watches them, if anything does. started: when, in seconds of time.time().
     """
 
     device: str
@@ -241,16 +242,19 @@ class Session:
     memory_limit: int = field(default_factory=memory_for_one)
     worker: int = 0
     workers: int = 1
+    sanitizer: Sanitizer | None = None
     started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self.isolated: OrderedDict[str, Isolated] = OrderedDict()
+        if self.sanitizer is not None:
+            self.examples = -(-self.examples // SHARE)
 
     def is_isolated(self, kernel: Kernel) -> bool:
         """Whether a kernel runs in a process of its own."""
         if self.isolate is not None:
             return self.isolate
-        return self.device != "cpu" or not is_checked_first(kernel)
+        return self.sanitizer is not None or self.device != "cpu" or not is_checked_first(kernel)
 
     def runner_for(self, kernel: Kernel) -> Observer:
         """What runs the cases of a kernel."""
@@ -260,11 +264,12 @@ class Session:
 
         torch.set_num_threads(1)  # a pool of threads does not survive the fork
         name, kernels = kernel.name, [kernel]
-        if self.device != "cpu":  # one process for all: a device takes seconds to start, and memory
+        if self.device != "cpu" or self.sanitizer:  # one process for all: it takes seconds to start, and memory
             name, kernels = "", list({**with_pairs(registered()), **self.kernels}.values())
         if name not in self.isolated:
-            made = Isolated(kernels, self.make_runner, self.case_limit, self._memory(), self._recipe)
-            self.isolated[name] = made
+            self.isolated[name] = Isolated(
+                kernels, self.make_runner, self.case_limit, self._memory(), self._recipe, self.sanitizer
+            )
         self.isolated.move_to_end(name)
         for idle in list(self.isolated.values())[:-MOST_PROCESSES]:
             idle.close()
@@ -274,9 +279,9 @@ class Session:
         return self.memory_limit if self.device == "cpu" else None  # a driver maps more than there is
 
     def _recipe(self) -> Recipe | None:
-        """For a fresh Python, where a fork will not do."""
+        """For a fresh Python, where a fork will not do: see fuzz/fresh.py."""
         is_used = getattr(device_module(self.device), "is_initialized", lambda: False)
-        if not self.has_threads and (self.device == "cpu" or not is_used()):
+        if not self.has_threads and self.sanitizer is None and (self.device == "cpu" or not is_used()):
             return None
         place, sharing = self._place()
         return Recipe(place, self.adapters, tuple(sys.path), sharing, self._memory(), os.getpid())
@@ -382,6 +387,9 @@ class Session:
     def replay(self, wanted: saving.SavedCase, case: Case, again: str) -> str:
         """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
         NotJudged."""
+        tool = wanted.seen.partition(":")[0]
+        if tool in TOOLS and (self.sanitizer is None or self.sanitizer.tool != tool):
+            raise NotJudged(f"unsupported: {tool} has seen it, and nothing else does; add --sanitize {tool}.")
         kernel = self._kernel_for(wanted)
         judge = Judge(kernel, self.runner_for(kernel))
         verdict = _verdict(judge, case)
