@@ -1,0 +1,207 @@
+"""The mutants on a device beside the same mutants interpreted: which die only here, which only there, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pagefuzz.tests.mutants.report import Row, by_number, in_words, markdown_table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutants-matrix.md"  # what `make mutants` writes, interpreted
+REASONS = Path(__file__).with_name("device_reasons.json")
+TRACED = {"I0", "I2", "I6", "I17"}  # what a trace of every access shows where the result is right
+SELDOM = 4  # interpreted it took more than a 4th of the examples that were drawn here
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """What a mutant's line of the page says: the cell of what is named, the ids of all that see it, and how many
+    examples it took at worst. killed: by every seed."""
+
+    named: str
+    seen: frozenset[str]
+    worst: int
+    killed: bool
+
+    @property
+    def only_traced(self) -> bool:
+        """Whether nothing sees it that looks at the result."""
+        return bool(self.seen) and self.seen <= TRACED
+
+
+def interpreted(page: str) -> dict[str, Interpreted]:
+    """The lines of a page that `make mutants` has written, by mutant. Raises ValueError where there is no table."""
+    found, place = {}, {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if cells[0] == "mutant":
+            place = {heading: at for at, heading in enumerate(cells)}
+        elif line.startswith("| ---") or not line.startswith("|"):
+            if place and not line.startswith("|"):
+                break
+        elif place:
+            named, also, examples = (cells[place[heading]] for heading in ("named", "also seen by", "examples"))
+            ids = frozenset(re.findall(r"I\d+", f"{named.split('(')[0]} {also}"))
+            worst = re.search(r"\((\d+)\)", examples)
+            found[cells[0]] = Interpreted(
+                named.split(" (")[0], ids, int(worst.group(1)) if worst else 0, bool(ids) and " seeds)" not in named
+            )
+    if not found:
+        raise ValueError("the page of the interpreted mutants holds no table: write it again with 'make mutants'")
+    return found
+
+
+def reasons(path: Path = REASONS) -> dict[str, str]:
+    """What was found out by hand, by mutant; it goes before what is told from the figures."""
+    said: dict[str, str] = json.loads(path.read_text())
+    return said
+
+
+@dataclass
+class DeviceReport:
+    """about: command, versions, device, ...; examples: drawn at most for a mutant and seed. by_hand: reasons."""
+
+    about: dict[str, Any]
+    rows: list[Row]
+    there: dict[str, Interpreted]
+    examples: int
+    by_hand: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run(self) -> list[Row]:
+        """The mutants that there was time for."""
+        return [row for row in self.rows if row.kills]
+
+    def groups(self) -> dict[str, list[str]]:
+        """The mutants that were run, by where they die. A mutant dies if a seed kills it."""
+        found: dict[str, list[str]] = {"both": [], "only interpreted": [], "only compiled": [], "neither": []}
+        for row in self.run:
+            here, there = bool(row.killed), bool(row.mutant in self.there and self.there[row.mutant].seen)
+            found[
+                {(1, 1): "both", (0, 1): "only interpreted", (1, 0): "only compiled"}.get((here, there), "neither")
+            ] += [row.mutant]
+        return found
+
+    def reason(self, row: Row) -> str:
+        """Why a mutant lives here, or is named otherwise than interpreted; empty where there is nothing to say."""
+        if row.mutant in self.by_hand:
+            return self.by_hand[row.mutant]
+        there = self.there.get(row.mutant)
+        if there is None:
+            return "is not on the page of the interpreted mutants"
+        if not row.killed:
+            return self._why_it_lives(row, there)
+        if set(row.named) & set(re.findall(r"I\d+", there.named)):
+            return ""
+        if set(row.named) == {"I0"}:
+            ended = [kill for kill in row.killed if kill["found"]["ended"]]
+            return "a wild access ends the process here" if ended else "raises here"
+        if there.seen & {"I2", "I17"} and not set(row.named) & {"I2", "I17"}:
+            return "no access is traced here: seen by what it does to the result"
+        return "another case came first" if set(row.named) <= there.seen else ""
+
+    def _why_it_lives(self, row: Row, there: Interpreted) -> str:
+        drawn = max((kill.get("examples", 0) for kill in row.kills), default=0)
+        if there.only_traced and "I17" in there.seen:
+            return "programs that touch one address, or come in another order, are seen by tracing alone"
+        if there.only_traced:
+            return "reads, or stores of the same bits, that leave the result right are seen by tracing alone"
+        if "I17" in re.findall(r"I\d+", there.named):
+            return "shows when programs come in another order, which only the interpreter can choose"
+        if there.worst * SELDOM > drawn:
+            return f"drawn too seldom: interpreted it took up to {there.worst} examples, {drawn} were drawn here"
+        return "not known"
+
+    def headline(self) -> str:
+        groups, left = self.groups(), len(self.rows) - len(self.run)
+        text = f"{len(self.run)} mutants on {self.about['device']}: {len(groups['both'])} die there and interpreted, "
+        text += f"{len(groups['only interpreted'])} only interpreted, {len(groups['only compiled'])} only there, "
+        text += f"{len(groups['neither'])} nowhere."
+        medians = sorted(median(row.examples) for row in self.run if row.killed)
+        if medians:
+            worst = max(row.examples[-1] for row in self.run if row.killed)
+            text += f" Median {median(medians):g} examples to the kill, worst {worst}."
+        return text + (f" There was no time for {left} more." if left else "")
+
+    def problems(self) -> list[str]:
+        """What says nothing of a mutant: its process died, or pagefuzz failed."""
+        return [
+            f"{row.mutant} with seed {kill['seed']}: {how}: {str(kill[how]).strip().splitlines()[-1]}"
+            for row in self.rows
+            for kill in row.kills
+            for how in ("crashed", "hung", "error")
+            if how in kill
+        ]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        headings = ["mutant", "of", "interpreted", "here", "kills", "examples", "first case", "why"]
+        return headings, [self._cells(row) for row in sorted(self.rows, key=_order)]
+
+    def _cells(self, row: Row) -> list[str]:
+        there = self.there.get(row.mutant)
+        before = "?" if there is None else there.named
+        if not row.kills:
+            return [row.mutant, row.kernel, before, "not run", "", "", "", ""]
+        killed = row.killed
+        named = " ".join(name if count == len(killed) else f"{name}:{count}" for name, count in row.named.most_common())
+        once = sum(not kill.get("repeatable", True) for kill in killed)
+        named += f" ({once} not repeatable)" if once else ""
+        if killed:
+            drawn = f"{median(row.examples):g} ({row.examples[-1]})"
+        else:
+            drawn = f"all {max(kill.get('examples', 0) for kill in row.kills)}"
+        first = killed[0]["found"]["shapes"] if killed else ""
+        kills = f"{len(killed)}/{len(row.kills)}"
+        return [row.mutant, row.kernel, before, named or "lives", kills, drawn, first, self.reason(row)]
+
+    def markdown(self) -> str:
+        groups = self.groups()
+        lists = [f"- {title}: {', '.join(names) or 'none'}" for title, names in groups.items() if title != "both"]
+        left = [row.mutant for row in self.rows if not row.kills]
+        parts = [
+            "# Which planted bugs die on a GPU, and which only interpreted",
+            self.headline(),
+            "\n".join(lists + ([f"- no time was left for: {', '.join(left)}"] if left else [])),
+            "\n".join(f"- {name}: {in_words(value)}" for name, value in self.about.items()),
+            "Written by `make mutants ARGS='--device cuda'`. Kernels are compiled, each mutant in a process of its "
+            f"own, and cases come from a few shapes, since each shape is compiled; a seed ends after {self.examples} "
+            "examples, far fewer than the quick profile's. *interpreted*: the invariant named on the CPU, as "
+            "[mutants-matrix.md](mutants-matrix.md) has it; *here*: the one named on the device, by the case as it was "
+            "found, without shrinking; *kills*: seeds that killed it, of those that there was time for; *examples*: "
+            "median (worst) to the kill; *first case*: the shapes of the first seed's.",
+            markdown_table(*self.table()),
+        ]
+        if problems := self.problems():
+            parts += ["## What could not be judged", "\n".join(f"- {sentence}" for sentence in problems)]
+        return "\n\n".join(parts) + "\n"
+
+    def plain(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        return {
+            "about": self.about,
+            "headline": self.headline(),
+            "groups": self.groups(),
+            "problems": self.problems(),
+            "mutants": [
+                {**asdict(row), "interpreted": self._there(row), "why": self.reason(row) if row.kills else ""}
+                for row in self.rows
+            ],
+        }
+
+    def _there(self, row: Row) -> list[str]:
+        return by_number(self.there[row.mutant].seen) if row.mutant in self.there else []
+
+
+def _order(row: Row) -> tuple[bool, bool, str, str]:
+    """Those that live first: they are what is looked for."""
+    return not row.kills, bool(row.killed), row.operation, row.mutant
+
+
+def likely_kills_first(names: Iterable[str], there: dict[str, Interpreted]) -> list[str]:
+    """Mutants that only a trace shows go last: they take all of their time, and have little to say."""
+    return sorted(names, key=lambda name: name in there and there[name].only_traced)
