@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from pagefuzz.tests.mutants.report import Row, by_number, in_words, markdown_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutants-matrix.md"  # what `make mutants` writes, interpreted
-REASONS = Path(__file__).with_name("device_reasons.json")
+# By mutant, why it lives on a device or is named otherwise. It goes before what the figures tell.
+REASONS: dict[str, str] = {}
 TRACED = {"I0", "I2", "I6", "I17"}  # what a trace of every access shows where the result is right
 SELDOM = 4  # interpreted it took more than a 4th of the examples that were drawn here
 
@@ -56,41 +57,35 @@ def interpreted(page: str) -> dict[str, Interpreted]:
     return found
 
 
-def reasons(path: Path = REASONS) -> dict[str, str]:
-    """What was found out by hand, by mutant; it goes before what is told from the figures."""
-    said: dict[str, str] = json.loads(path.read_text())
-    return said
-
-
 @dataclass
 class DeviceReport:
-    """about: command, versions, device, ...; examples: drawn at most for a mutant and seed. by_hand: reasons."""
+    """about: command, versions, device, examples (drawn at most for a mutant and seed), ...; there: the same mutants
+    interpreted."""
 
     about: dict[str, Any]
     rows: list[Row]
     there: dict[str, Interpreted]
-    examples: int
-    by_hand: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> list[Row]:
-        """The mutants that there was time for."""
-        return [row for row in self.rows if row.kills]
+        """The mutants that at least one seed could be tried on."""
+        return [row for row in self.rows if _judged(row)]
 
     def groups(self) -> dict[str, list[str]]:
         """The mutants that were run, by where they die. A mutant dies if a seed kills it."""
         found: dict[str, list[str]] = {"both": [], "only interpreted": [], "only compiled": [], "neither": []}
         for row in self.run:
             here, there = bool(row.killed), bool(row.mutant in self.there and self.there[row.mutant].seen)
-            found[
-                {(1, 1): "both", (0, 1): "only interpreted", (1, 0): "only compiled"}.get((here, there), "neither")
-            ] += [row.mutant]
+            if here:
+                found["both" if there else "only compiled"].append(row.mutant)
+            else:
+                found["only interpreted" if there else "neither"].append(row.mutant)
         return found
 
     def reason(self, row: Row) -> str:
         """Why a mutant lives here, or is named otherwise than interpreted; empty where there is nothing to say."""
-        if row.mutant in self.by_hand:
-            return self.by_hand[row.mutant]
+        if row.mutant in REASONS:
+            return REASONS[row.mutant]
         there = self.there.get(row.mutant)
         if there is None:
             return "is not on the page of the interpreted mutants"
@@ -108,17 +103,17 @@ class DeviceReport:
     def _why_it_lives(self, row: Row, there: Interpreted) -> str:
         drawn = max((kill.get("examples", 0) for kill in row.kills), default=0)
         if there.only_traced and "I17" in there.seen:
-            return "programs that touch one address, or come in another order, are seen by tracing alone"
+            return "programs that touch one address: seen where every access is traced"
         if there.only_traced:
-            return "reads, or stores of the same bits, that leave the result right are seen by tracing alone"
+            return "reads, or stores of the same bits, that leave the result right: seen where accesses are traced"
         if "I17" in re.findall(r"I\d+", there.named):
-            return "shows when programs come in another order, which only the interpreter can choose"
+            return "shows when programs come in another order, which only the interpreter chooses"
         if there.worst * SELDOM > drawn:
             return f"drawn too seldom: interpreted it took up to {there.worst} examples, {drawn} were drawn here"
         return "not known"
 
     def headline(self) -> str:
-        groups, left = self.groups(), len(self.rows) - len(self.run)
+        groups, left = self.groups(), sum(not row.kills for row in self.rows)
         text = f"{len(self.run)} mutants on {self.about['device']}: {len(groups['both'])} die there and interpreted, "
         text += f"{len(groups['only interpreted'])} only interpreted, {len(groups['only compiled'])} only there, "
         text += f"{len(groups['neither'])} nowhere."
@@ -145,8 +140,8 @@ class DeviceReport:
     def _cells(self, row: Row) -> list[str]:
         there = self.there.get(row.mutant)
         before = "?" if there is None else there.named
-        if not row.kills:
-            return [row.mutant, row.kernel, before, "not run", "", "", "", ""]
+        if not _judged(row):
+            return [row.mutant, row.kernel, before, "not judged" if row.kills else "not run", "", "", "", ""]
         killed = row.killed
         named = " ".join(name if count == len(killed) else f"{name}:{count}" for name, count in row.named.most_common())
         once = sum(not kill.get("repeatable", True) for kill in killed)
@@ -156,7 +151,7 @@ class DeviceReport:
         else:
             drawn = f"all {max(kill.get('examples', 0) for kill in row.kills)}"
         first = killed[0]["found"]["shapes"] if killed else ""
-        kills = f"{len(killed)}/{len(row.kills)}"
+        kills = f"{len(killed)}/{_judged(row)}"
         return [row.mutant, row.kernel, before, named or "lives", kills, drawn, first, self.reason(row)]
 
     def markdown(self) -> str:
@@ -169,8 +164,8 @@ class DeviceReport:
             "\n".join(lists + ([f"- no time was left for: {', '.join(left)}"] if left else [])),
             "\n".join(f"- {name}: {in_words(value)}" for name, value in self.about.items()),
             "Written by `make mutants ARGS='--device cuda'`. Kernels are compiled, each mutant in a process of its "
-            f"own, and cases come from a few shapes, since each shape is compiled; a seed ends after {self.examples} "
-            "examples, far fewer than the quick profile's. *interpreted*: the invariant named on the CPU, as "
+            f"own, and cases come from a few shapes, since each shape is compiled; a seed ends after "
+            f"{self.about['examples']} examples, far fewer than the quick profile's. *interpreted*: the invariant named on the CPU, as "
             "[mutants-matrix.md](mutants-matrix.md) has it; *here*: the one named on the device, by the case as it was "
             "found, without shrinking; *kills*: seeds that killed it, of those that there was time for; *examples*: "
             "median (worst) to the kill; *first case*: the shapes of the first seed's.",
@@ -188,7 +183,7 @@ class DeviceReport:
             "groups": self.groups(),
             "problems": self.problems(),
             "mutants": [
-                {**asdict(row), "interpreted": self._there(row), "why": self.reason(row) if row.kills else ""}
+                {**asdict(row), "interpreted": self._there(row), "why": self.reason(row) if _judged(row) else ""}
                 for row in self.rows
             ],
         }
@@ -197,9 +192,28 @@ class DeviceReport:
         return by_number(self.there[row.mutant].seen) if row.mutant in self.there else []
 
 
+def _judged(row: Row) -> int:
+    """How many seeds killed a mutant or were survived."""
+    return sum("survived" in kill or "shrunk" in kill for kill in row.kills)
+
+
 def _order(row: Row) -> tuple[bool, bool, str, str]:
     """Those that live first: they are what is looked for."""
-    return not row.kills, bool(row.killed), row.operation, row.mutant
+    return not _judged(row), bool(row.killed), row.operation, row.mutant
+
+
+def read(path: Path) -> DeviceReport:
+    """The report of a run's JSON, beside the interpreted mutants of today. Raises ValueError where it is none."""
+    try:
+        content = json.loads(path.read_text())
+        known = {name.name for name in fields(Row)}
+        rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in content["mutants"]]
+        about = content["about"]
+        if missing := {"device", "examples"} - about.keys():
+            raise KeyError(*missing)
+        return DeviceReport(about, rows, interpreted(PAGE.read_text()))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the JSON of a run on a device: {type(error).__name__}: {error}") from None
 
 
 def likely_kills_first(names: Iterable[str], there: dict[str, Interpreted]) -> list[str]:

@@ -162,7 +162,7 @@ def kill(
     if verdict.kind == DISAGREEMENT:
         return {**result, "error": f"{verdict.reason}: a fault of pagefuzz, which must not pass for a kill"}
     result["found"] = _judged(mutant, case, verdict)
-    result["repeatable"] = judge.verdict(case).kind != PASS
+    result["repeatable"] = bool(verdict.ended) or judge.verdict(case).kind != PASS  # another process is dear
     result["shrunk"] = _judged(mutant, *shrink(judge, case, verdict)) if shrinks else result["found"]
     result["shrink_seconds"] = time.perf_counter() - started - result["seconds"]
     return result

@@ -3,6 +3,7 @@
     python tests/mutants/matrix.py [--seeds 1 2 3 4 5] [--workers N] [--only PATTERN] [--markdown FILE] [--json FILE]
     python tests/mutants/matrix.py --idle [--examples N] [--markdown FILE] [--json FILE]
     python tests/mutants/matrix.py --device cuda [--minutes N] [--seeds ...] [--examples N] [--workers N] [--shrink]
+    python tests/mutants/matrix.py --again FILE [--markdown FILE]
 
 Every mutant goes through the quick profile of `pytest fuzz/` with each of the seeds, in processes of its own making.
 Exit status 1, and a sentence each, where a mutant survives, kills its process, hangs, is not seen by the invariant that
@@ -10,7 +11,8 @@ it names or mostly named by another one, or takes too long; 130 where the run is
 --idle says how many mutants would live without each invariant, oracle, view, tail, poison, ...
 
 --device runs the mutants compiled, each in a process of its own, and writes beside each other what names them there and
-interpreted. A mutant that lives there is a finding, and no failure. What is known is written while it runs.
+interpreted. A mutant that lives there is a finding, and no failure. What is known is written to the JSON while it runs;
+--again makes the page of that.
 """
 
 from __future__ import annotations
@@ -146,10 +148,9 @@ def on_device(asked: argparse.Namespace, device_name: str) -> tuple[Any, bool]:
         {**job, "mutant": name, "seconds": asked.seconds, "until": until}
         for name in reports.likely_kills_first(mutants, there)
     ]
-    about = {**about_run(asked.workers), "device": device_name, "seeds": asked.seeds}
+    about = {**about_run(asked.workers), "device": device_name, "seeds": asked.seeds, "examples": asked.examples}
     rows = rows_of(mutants)
-    by_hand = reports.reasons() if asked.catalogue == CATALOGUE else {}
-    report = reports.DeviceReport(about, list(rows.values()), there, asked.examples, by_hand)
+    report = reports.DeviceReport(about, list(rows.values()), there)
     options = ["--device", asked.device, "--workers", str(asked.workers), *(["--apart"] if asked.apart else [])]
     written, interrupted = began, False
     try:
@@ -202,6 +203,9 @@ def parser() -> argparse.ArgumentParser:
     )
     known.add_argument("--shrink", action=argparse.BooleanOptionalAction, help="default: not on a device")
     known.add_argument("--device", default="cpu", help="cpu (interpreted), cuda, cuda:1, ... (compiled)")
+    known.add_argument(
+        "--again", type=Path, metavar="FILE", help="write the page of a device's JSON again, and no more"
+    )
     known.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="on a device: for the whole run")
     known.add_argument(
         "--seconds",
@@ -242,6 +246,8 @@ def main() -> int:
     asked.shrink = not is_apart if asked.shrink is None else asked.shrink
     if not min(asked.workers, asked.limit, *asked.seeds, asked.examples or 1, asked.minutes, asked.seconds) > 0:
         known.error("--workers, --limit, --seeds, --examples, --minutes and --seconds must be above 0")
+    if asked.again is not None:
+        return _again(known, asked)
     if is_apart and asked.idle:
         known.error("--idle looks at interpreted kernels: leave --device out")
     if not is_apart and asked.minutes < math.inf:
@@ -290,6 +296,19 @@ def _matrix(asked: argparse.Namespace) -> int:
     print(*(f"FAILED: {sentence}" for sentence in problems), sep="\n", end="\n" if problems else "")
     print(report.headline(), f"{report.about['seconds']} s.", "Failed." if problems else "Nothing fails.")
     return int(bool(problems))
+
+
+def _again(known: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
+    from pagefuzz.tests.mutants import device_report
+    from pagefuzz.tests.mutants.report import write
+
+    try:
+        report = device_report.read(asked.again)
+    except ValueError as error:
+        known.error(f"--again {error}")
+    write(report, asked.markdown or DEVICE_PAGE, None)
+    print(report.headline())
+    return 0
 
 
 def _on_device(asked: argparse.Namespace) -> int:
