@@ -16,7 +16,6 @@ from pagefuzz.kernels.registry import Kernel
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case
 
-DEVICE_LIMIT = 5.0  # seconds that one run on a device may take, thrice that for a kernel's first
 SMALL_ARENA = 1 << 27  # bytes
 
 _runners: list[Runner] = []
@@ -52,7 +51,7 @@ def apart(kernels: Iterable[Kernel], device: str, sharing: int) -> Isolated:
         install()
         return Runner(DeviceArena(torch.device("cpu"), SMALL_ARENA), interpreted=False)
 
-    return Isolated(kernels, make, DEVICE_LIMIT)
+    return Isolated(kernels, make)
 
 
 @dataclass(frozen=True)

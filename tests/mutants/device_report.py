@@ -164,11 +164,11 @@ class DeviceReport:
             "\n".join(lists + ([f"- no time was left for: {', '.join(left)}"] if left else [])),
             "\n".join(f"- {name}: {in_words(value)}" for name, value in self.about.items()),
             "Written by `make mutants ARGS='--device cuda'`. Kernels are compiled, each mutant in a process of its "
-            f"own, and cases come from a few shapes, since each shape is compiled; a seed ends after "
-            f"{self.about['examples']} examples, far fewer than the quick profile's. *interpreted*: the invariant named on the CPU, as "
-            "[mutants-matrix.md](mutants-matrix.md) has it; *here*: the one named on the device, by the case as it was "
-            "found, without shrinking; *kills*: seeds that killed it, of those that there was time for; *examples*: "
-            "median (worst) to the kill; *first case*: the shapes of the first seed's.",
+            "own, and cases come from a few shapes, since each shape is compiled; a seed ends after "
+            f"{self.about['examples']} examples, far fewer than the quick profile's. *interpreted*: the invariant "
+            "named on the CPU, as [mutants-matrix.md](mutants-matrix.md) has it; *here*: the one named on the device, "
+            "by the case as it was found; *kills*: seeds that killed it, of those that there was time for; "
+            "*examples*: median (worst) to the kill; *first case*: the shapes of the first seed's.",
             markdown_table(*self.table()),
         ]
         if problems := self.problems():

@@ -244,7 +244,8 @@ def main() -> int:
     asked.workers = workers.default_workers(asked.device) if asked.workers is None else asked.workers
     asked.seeds = asked.seeds or (DEVICE_SEEDS if is_apart else SEEDS)
     asked.shrink = not is_apart if asked.shrink is None else asked.shrink
-    if not min(asked.workers, asked.limit, *asked.seeds, asked.examples or 1, asked.minutes, asked.seconds) > 0:
+    numbers = (asked.workers, asked.limit, *asked.seeds, asked.examples or 1, asked.minutes, asked.seconds)
+    if not all(number > 0 for number in numbers):
         known.error("--workers, --limit, --seeds, --examples, --minutes and --seconds must be above 0")
     if asked.again is not None:
         return _again(known, asked)
