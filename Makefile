@@ -12,7 +12,7 @@ test: .venv
 	.venv/bin/python -P -m pytest -n auto tests/ --device cpu $(ARGS)
 
 # Which planted bugs die, and by what. ARGS='--only "triton*" --seeds 1' for a few of them, ARGS=--idle for what could be
-# switched off. Without ARGS the page that the README links to is written again.
+# switched off, ARGS='--device cuda' for compiled kernels. Without ARGS the page that the README links to is written again.
 mutants: .venv
 	@mkdir -p .pagefuzz
 	.venv/bin/python -P tests/mutants/matrix.py $(or $(ARGS),--markdown docs/mutants-matrix.md --json .pagefuzz/mutants.json)

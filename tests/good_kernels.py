@@ -48,7 +48,7 @@ def one_by_one(name: str, attend: Callable[..., torch.Tensor], **declared: Any) 
         scale: float,
     ) -> torch.Tensor:
         size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-        out = torch.zeros(q.shape, dtype=q.dtype)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         for b, n in enumerate(context_lens.tolist()):
             if n:
                 pages = block_tables[b, : -(-n // size)].long()
@@ -89,8 +89,8 @@ def online(starts: Callable[[range], Any]) -> Callable[..., Any]:
     """Page after page with a running maximum."""
 
     def attend(q: Any, k: Any, v: Any, scale: float, size: int, batch: int) -> Any:
-        m = torch.full((len(q), 1), -1e30)
-        total, acc = torch.zeros(len(q), 1), torch.zeros(q.shape)
+        m = torch.full((len(q), 1), -1e30, device=q.device)
+        total, acc = torch.zeros_like(m), torch.zeros_like(q)
         for start in starts(range(0, len(k), size)):
             s = scores_of(q, k[start : start + size], scale)
             larger = torch.maximum(m, s.amax(1, keepdim=True))
@@ -144,13 +144,13 @@ def merged_in_pairs(q: Any, k: Any, v: Any, scale: float, size: int, batch: int)
 
 def finite_fill(q: Any, k: Any, v: Any, scale: float, size: int, batch: int) -> Any:
     """Whole tiles of 16, masked by -1e30, where the running maximum starts too."""
-    m = torch.full((len(q), 1), -1e30)
-    total, acc = torch.zeros(len(q), 1), torch.zeros(q.shape)
+    m = torch.full((len(q), 1), -1e30, device=q.device)
+    total, acc = torch.zeros_like(m), torch.zeros_like(q)
     for start in range(0, len(k), 16):
-        keys, values = torch.zeros(16, *q.shape), torch.zeros(16, *q.shape)
+        keys, values = q.new_zeros(16, *q.shape), q.new_zeros(16, *q.shape)
         live = min(16, len(k) - start)
         keys[:live], values[:live] = k[start : start + 16], v[start : start + 16]
-        s = torch.where(torch.arange(16) < live, scores_of(q, keys, scale), -1e30)
+        s = torch.where(torch.arange(16, device=q.device) < live, scores_of(q, keys, scale), -1e30)
         larger = torch.maximum(m, s.amax(1, keepdim=True))
         weights, rescale = torch.exp(s - larger), torch.exp(m - larger)
         total = total * rescale + weights.sum(1, keepdim=True)
@@ -175,11 +175,11 @@ def bfloat16_scores(q: Any, k: Any, v: Any, scale: float, size: int, batch: int)
 
 def half_sums(q: Any, k: Any, v: Any, scale: float, size: int, batch: int) -> Any:
     """One multiplication and one rounding to float16 after the other."""
-    s = torch.zeros(len(q), len(k), dtype=torch.float16)
+    s = torch.zeros(len(q), len(k), dtype=torch.float16, device=q.device)
     for d in range(q.shape[1]):
         s = (s.float() + (q[:, d] * k[..., d]).T).half()
     weights = (s.float() * scale).softmax(1)
-    acc = torch.zeros(q.shape, dtype=torch.float16)
+    acc = torch.zeros_like(q, dtype=torch.float16)
     for n in range(len(k)):
         acc = (acc.float() + weights[:, n, None] * v[n]).half()
     return acc.float()
@@ -209,7 +209,7 @@ def weights_in_the_input_dtype(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_lens: Any, scale: float
 ) -> Any:
     size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    out = torch.zeros(q.shape, dtype=q.dtype)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, n in enumerate(context_lens.tolist()):
         pages = block_tables[b, : -(-n // size)].long()
         k, v = (cache[pages].flatten(0, 1)[:n].repeat_interleave(group, dim=1) for cache in (k_cache, v_cache))
@@ -226,15 +226,15 @@ def whole_batch_at_once(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, c
     size, kv_heads = k_cache.shape[1:3]
     longest = int(context_lens.max()) if count else 0
     if longest == 0:
-        return torch.zeros(q.shape, dtype=q.dtype)
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     pages = -(-longest // size)
-    used = torch.arange(pages) < -(-context_lens // size)[:, None]
+    used = torch.arange(pages, device=q.device) < -(-context_lens // size)[:, None]
     table = torch.where(used, block_tables[:, :pages].long(), 0)
     k = k_cache[table].reshape(count, pages * size, kv_heads, dim).float()
     v = v_cache[table].reshape(count, pages * size, kv_heads, dim).float()
     grouped = q.reshape(count, kv_heads, heads // kv_heads, dim).float()
     s = torch.einsum("bkgd,bnkd->bkgn", grouped, k) * scale
-    dead = torch.arange(pages * size) >= context_lens[:, None]
+    dead = torch.arange(pages * size, device=q.device) >= context_lens[:, None]
     s = s.masked_fill(dead[:, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     s = s.masked_fill(dead[:, None, None], 0.0)
     v = v.masked_fill((context_lens == 0)[:, None, None, None], 0.0)
@@ -249,9 +249,9 @@ def copies_first(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, context_
     for b, n in enumerate(context_lens.tolist()):
         out[b] = 0
         if n:
-            slots = torch.arange(n)
+            slots = torch.arange(n, device=q.device)
             blocks = block_tables[b, slots // k_cache.shape[1]].long()
-            k = torch.empty(n, *k_cache.shape[2:])
+            k = torch.empty(n, *k_cache.shape[2:], device=q.device)
             v = torch.empty_like(k)
             for mine, cache in ((k, k_cache), (v, v_cache)):
                 mine.copy_(cache[blocks, slots % k_cache.shape[1]])
@@ -299,8 +299,9 @@ def adds_with_atomics(q: Any, k_cache: Any, v_cache: Any, block_tables: Any, con
     """A program for every 16 tokens, all of which add to one sum; the host looks for the largest score first."""
     count, heads, dim = q.shape
     size, kv_heads = k_cache.shape[1:3]
-    acc, total = torch.zeros(count, heads, dim), torch.zeros(count, heads)
-    largest = torch.zeros(count, heads)
+    acc, total, largest = (
+        torch.zeros(shape, device=q.device) for shape in ((count, heads, dim), (count, heads), (count, heads))
+    )
     for b, n in enumerate(context_lens.tolist()):
         if n:
             pages = block_tables[b, : -(-n // size)].long()
@@ -356,11 +357,11 @@ def new_tokens_from_registers(
     """Reads the old tokens before it writes, takes the new ones as they come, and writes them last."""
     size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     given = {slot: token for token, slot in enumerate(slots.tolist())}
-    out = torch.zeros(q.shape, dtype=q.dtype)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, n in enumerate(lengths.tolist()):
         if n:
             pages = block_tables[b, : -(-n // size)].long()
-            places = (pages[:, None] * size + torch.arange(size)).flatten()[:n].tolist()
+            places = (pages[:, None] * size + torch.arange(size, device=q.device)).flatten()[:n].tolist()
             k, v = (cache[pages].flatten(0, 1)[:n].float() for cache in (k_cache, v_cache))
             for position, slot in enumerate(places):
                 if slot in given:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagefuzz.fuzz.arena import CpuArena
 from pagefuzz.fuzz.drawing import each_case
+from pagefuzz.fuzz.isolation import Isolated
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import PASS, Judge, Verdict
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case
+
+SMALL_ARENA = 1 << 27  # bytes
 
 _runners: list[Runner] = []
 
@@ -24,6 +28,30 @@ def runner() -> Runner:
     if not _runners:
         _runners.append(Runner(CpuArena(), interpreted=True))
     return _runners[0]
+
+
+def apart(kernels: Iterable[Kernel], device: str, sharing: int) -> Isolated:
+    """What runs kernels in a process of theirs on a device that so many such processes share. This process never
+    touches the device: none of its forks could use it then.
+
+    device: a torch device string; "cpu" stands in for a device where there is none, as the suite's own tests need it.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # a pool of threads does not survive the fork
+
+    def make() -> Runner:
+        from pagefuzz.fuzz.device_arena import DeviceArena
+        from pagefuzz.fuzz.session import device_runner
+
+        if device != "cpu":
+            return device_runner(device, sharing)
+        from pagefuzz.fuzz.interpreter import install
+
+        install()
+        return Runner(DeviceArena(torch.device("cpu"), SMALL_ARENA), interpreted=False)
+
+    return Isolated(kernels, make)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pagefuzz.strategies.layouts import GARBAGE
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.tests.commands import TREE, environ, group
 from pagefuzz.tests.killing import runner
-from pagefuzz.tests.mutants import idle, jobs, other_checks, report
+from pagefuzz.tests.mutants import device_report, idle, jobs, other_checks, report
 from pagefuzz.tests.mutants.catalogue import MUTANTS
 from pagefuzz.tests.mutants.features import words
 from pagefuzz.tests.mutants.matrix import matrix, without_files
@@ -191,8 +191,11 @@ def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("--only", "no such"), "--only no such: no mutant has such a name; there are right, aborts"),
-        (("--workers", "0"), "--workers, --limit, --seeds and --examples must be above 0"),
+        (("--workers", "0"), "--workers, --limit, --seeds, --examples, --minutes and --seconds must be above 0"),
         (("--json", "no/such/folder.json"), "no/such/folder.json: there is no folder"),
+        (("--device", "cpu", "--apart", "--minutes", "nan"), "--minutes and --seconds must be above 0"),
+        (("--minutes", "1"), "--minutes is for --device"),
+        (("--idle", "--device", "cuda"), "--idle looks at interpreted kernels"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
@@ -317,3 +320,122 @@ def test_words_of_a_tail() -> None:
     assert {word for word in said if word.startswith("tail ")} == {f"tail {kind}" for kind in kinds}
     assert {"order descending", "free blocks", "blocks out of order", "context length 1", "lengths differ"} <= said
     assert "order shuffled" not in said and "offset past 2^32" not in said
+
+
+# ---- on a device
+
+
+def test_a_device_runs_each_mutant_in_a_process_of_its_own(tmp_path: Path) -> None:
+    path, page = tmp_path / "device.json", tmp_path / "device.md"
+    options = ("--seeds", "1", "2", "--examples", "20", "--workers", "2", "--json", str(path), "--markdown", str(page))
+    done = run_script("--catalogue", PLANTED, "--device", "cpu", "--apart", *options, "--only", "[!h]*")
+    assert done.returncode == 1, done.stdout + done.stderr  # for the one that no longer applies
+    content = json.loads(path.read_text())
+    rows = {row["mutant"]: row["kills"] for row in content["mutants"]}
+    assert [kill["survived"] for kill in rows["right"]] == ["all 20 examples passed"] * 2
+    for kill_ in rows["aborts"]:  # a crash of the kernel, which its job survives
+        assert kill_["found"]["named"] == "I0" and kill_["found"]["ended"] == "crashed"
+    assert [kill_["found"]["named"] for kill_ in rows["off_by_one"]] == ["I4", "I4"]
+    assert rows["off_by_one"][0]["shrunk"] == rows["off_by_one"][0]["found"]
+    assert content["groups"]["only compiled"] == ["aborts", "off_by_one", "seen_by_another", "names_a_vaguer_one"]
+    assert "no_longer_applies with seed 1: error" in content["problems"][0]
+    text = page.read_text()
+    assert "| aborts | torch_slot_mapping | ? | I0 | 2/2 | 1 (1) |" in text
+    assert "| right | torch_slot_mapping | ? | lives | 0/2 | all 20 |" in text
+    again = tmp_path / "again.md"
+    assert run_script("--again", str(path), "--markdown", str(again)).returncode == 0
+    assert again.read_text() == text
+
+
+def test_what_a_device_has_found_is_written_where_the_run_is_ended(tmp_path: Path) -> None:
+    path, page = tmp_path / "device.json", tmp_path / "device.md"
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    arguments = ("--catalogue", PLANTED, "--device", "cpu", "--apart", "--workers", "1", "--seeds", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SCRIPT), *arguments, "--json", str(path), "--markdown", str(page)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ(TMPDIR=str(folder)),
+        start_new_session=True,
+    )
+    until = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < until:  # it is written while the run goes on
+        assert process.poll() is None
+        time.sleep(0.05)
+    known = json.loads(path.read_text())
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "what was known is written" in said
+    until = time.monotonic() + 10
+    while group(process.pid) and time.monotonic() < until:  # the kernel's process ends with the one that asked
+        time.sleep(0.05)
+    assert group(process.pid) == []
+    done = [row["mutant"] for row in known["mutants"] if row["kills"]]
+    assert done and "off_by_one" not in done
+    text = page.read_text()
+    assert "There was no time for" in text and "| off_by_one | torch_slot_mapping | ? | not run |" in text
+
+
+def test_no_time_leaves_a_mutant_out() -> None:
+    job = {"mutant": "right", "what": "kills", "seeds": [1, 2], "examples": 5, "shrinks": False}
+    shop = jobs.Shop(PLANTED)
+    assert shop({**job, "seconds": 30.0, "until": 0.0}) == {"kills": []}
+    found = shop({**job, "examples": 10**6, "seconds": 2.0, "until": float("inf")})["kills"]
+    assert [kill["seed"] for kill in found] == [1]
+    assert "examples passed, and the time was over" in found[0]["survived"]
+
+
+def test_why_a_mutant_lives_on_a_device_or_is_named_otherwise() -> None:
+    there = device_report.interpreted(device_report.PAGE.read_text())
+    assert set(there) == {mutant.name for mutant in MUTANTS}
+    assert all(line.killed and line.worst >= 1 and line.seen for line in there.values())
+    assert set(device_report.REASONS) <= set(there)
+
+    def why(mutant: str, *kills: dict[str, Any]) -> str:
+        row = Row(mutant, "", "", "", "I4", [], list(kills))
+        return device_report.DeviceReport({"device": "d", "examples": 500}, [row], there).reason(row)
+
+    lives = {"seed": 1, "examples": 500, "survived": "all 500 examples passed"}
+    named = {name: {**kill(1, 1, name), "found": {"named": name, "also": [], "ended": ""}} for name in ("I0", "I4")}
+    assert "touch one address" in why("output_written_by_two_programs", lives)
+    assert "that leave the result right" in why("triton_one_page_too_many", lives)
+    assert "in another order" in why("number_drawn_in_turn", lives)
+    assert "interpreted it took up to" in why("shapes_not_compared", lives)
+    assert why("scale_left_out", lives) == "not known"
+    assert why("scale_left_out", named["I4"]) == ""
+    assert "seen by what it does to the result" in why("pages_taken_for_adjacent", named["I4"])
+    assert why("scale_left_out", named["I0"]) == "raises here"
+    ended = {**named["I0"], "found": {**named["I0"]["found"], "ended": "crashed"}}
+    assert why("scale_left_out", ended) == "a wild access ends the process here"
+    assert "is not on the page" in why("unheard_of", lives)
+
+
+def test_the_page_of_the_interpreted_mutants_is_read() -> None:
+    page = (
+        "# Title\n\n| mutant | named | also seen by | examples |\n| --- | --- | --- | --- |\n"
+        "| one | I2:3 I10:1 (stated: I8) | I4 | 3 (14) |\n| two | I3 (4 of 5 seeds) |  | 1 (2) |\n"
+        "| three | SURVIVED |  |  |\n\n| mutant | named |\n| --- | --- |\n| four | I4 |\n"
+    )
+    found = device_report.interpreted(page)
+    assert set(found) == {"one", "two", "three"}
+    assert found["one"] == device_report.Interpreted("I2:3 I10:1", frozenset({"I2", "I10", "I4"}), 14, True)
+    assert not found["two"].killed and not found["three"].killed and not found["three"].seen
+    with pytest.raises(ValueError, match="holds no table"):
+        device_report.interpreted("# Title\n")
+
+
+def test_mutants_that_only_a_trace_shows_go_last() -> None:
+    there = device_report.interpreted(device_report.PAGE.read_text())
+    names = ["output_written_by_two_programs", "scale_left_out"]
+    assert device_report.likely_kills_first(names, there) == names[::-1]
+
+
+def test_what_is_no_run_on_a_device_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"about": {}, "mutants": []}')
+    done = run_script("--again", str(path))
+    assert done.returncode == 2 and "not the JSON of a run on a device" in done.stderr
+    done = run_script("--device", "cuda", "--only", "off_by_one", "--catalogue", PLANTED)
+    assert done.returncode == 2 and "--device cuda: " in done.stderr and "Traceback" not in done.stderr

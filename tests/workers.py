@@ -178,6 +178,38 @@ def serve(work: Callable[[Job], Result]) -> None:
         print(json.dumps(result), file=answers, flush=True)
 
 
+def name_of(device: str) -> str:
+    """What a device calls itself, asked in a process of its own, which has used it then. Raises ValueError, in one
+    sentence, where there is none."""
+    asked = (
+        "import sys, torch; device = torch.device(sys.argv[1]); torch.zeros(1, device=device).item(); "
+        "module = getattr(torch, device.type); print(getattr(module, 'get_device_name', lambda at: at)(device))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", asked, device], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1].split())
+        raise ValueError(f"--device {device}: {said[:TAIL]}")
+    return done.stdout.strip()
+
+
+def settle(device: str) -> None:
+    """Set the environment of this process and all that it starts, before anything imports triton: interpreted on the
+    CPU, where no device is looked at either; compiled on a device."""
+    os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the question whether there is one uses none
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def default_workers(device: str) -> int:
+    """As many processes as there are cores, or as one card takes without losing time."""
+    from pagefuzz.fuzz.session import MOST_SHARING
+
+    cores = len(os.sched_getaffinity(0))
+    return cores if device == "cpu" else min(cores, MOST_SHARING)
+
+
 def command_of(script: Path, *options: str) -> list[str]:
     """The command that runs a script of the tree with this Python."""
     return [sys.executable, "-P", str(script), *options]

@@ -273,7 +273,7 @@ DECODES = (
             (
                 'torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
                 'torch.softmax((torch.einsum("hd,nhd->hn", query, k) * scale).masked_fill('
-                'torch.arange(len(k)) >= n, float("-inf")), dim=1)',
+                'torch.arange(len(k), device=q.device) >= n, float("-inf")), dim=1)',
             ),
         ),
         "vllm#641, flashinfer#941, jax 11cf85deb0: NaN * 0",
@@ -442,7 +442,7 @@ DECODES = (
             ("    out = torch.zeros(", "    seen: set[int] = set()\n    out = torch.zeros("),
             (
                 "        # [pages, bs, KVH, D] -> ",
-                "        mine = torch.tensor([page not in seen for page in pages.tolist()])\n"
+                "        mine = torch.tensor([page not in seen for page in pages.tolist()], device=q.device)\n"
                 "        mine = mine.repeat_interleave(block_size)[:n]\n"
                 "        seen.update(pages.tolist())\n"
                 "        # [pages, bs, KVH, D] -> ",
@@ -460,7 +460,8 @@ DECODES = (
         (
             (
                 'out[b] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)',
-                'sums = torch.empty(query.shape)\n        sums += torch.einsum("hn,nhd->hd", weights, v)\n'
+                "sums = torch.empty(query.shape, device=q.device)\n"
+                '        sums += torch.einsum("hn,nhd->hd", weights, v)\n'
                 "        out[b] = sums.to(q.dtype)",
             ),
         ),
@@ -498,7 +499,10 @@ DECODES = (
         "maximum_kept_for_the_next_sequence",
         "torch_paged_decode_attention",
         (
-            ("    out = torch.zeros(", '    m = torch.full((sizes["H"], 1), -torch.inf)\n    out = torch.zeros('),
+            (
+                "    out = torch.zeros(",
+                '    m = torch.full((sizes["H"], 1), -torch.inf, device=q.device)\n    out = torch.zeros(',
+            ),
             (
                 'weights = torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
                 'scores = torch.einsum("hd,nhd->hn", query, k) * scale\n'
@@ -561,7 +565,8 @@ DECODES = (
                 'weights = torch.softmax(torch.einsum("hd,nhd->hn", query, k) * scale, dim=1)',
                 'scores = torch.einsum("hd,nhd->hn", query, k) * scale\n'
                 "        lowest = scores[:, :n].amax(1, keepdim=True) - 18\n"
-                "        weights = torch.softmax(torch.where(torch.arange(len(k)) < n, scores, lowest), dim=1)",
+                "        live = torch.arange(len(k), device=q.device) < n\n"
+                "        weights = torch.softmax(torch.where(live, scores, lowest), dim=1)",
             ),
         ),
         "flashinfer#4401: a finite fill that is not low enough; how many slots are masked depends on the page size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import pkgutil
 import tempfile
 import time
@@ -14,14 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pagefuzz.fuzz.session import SHARD, shard_seed
+from pagefuzz.fuzz.run import Observer
+from pagefuzz.fuzz.session import SHARD, shapes_of, shard_seed
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, PASS, UNSUPPORTED, VIOLATION, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case
-from pagefuzz.tests.killing import runner
+from pagefuzz.tests.killing import apart, runner
 from pagefuzz.tests.mutants import other_checks
 from pagefuzz.tests.mutants.features import words
 
@@ -51,32 +53,64 @@ def budget(operation: str) -> int:
 
 
 class Shop:
-    """Does the jobs of one catalogue: {"mutant": name, "what": "kill", "idle" or "others", ...}."""
+    """Does the jobs of one catalogue: {"mutant": name, "what": "kill", "kills", "idle" or "others", ...}.
 
-    def __init__(self, catalogue: str) -> None:
+    device, sharing: where "kills" runs a mutant, and how many processes share that.
+    """
+
+    def __init__(self, catalogue: str, device: str = "cpu", sharing: int = 1) -> None:
         import torch
 
         torch.set_num_threads(1)  # there are as many processes as cores
         self.known = mutants(catalogue)
+        self.device, self.sharing = device, sharing
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         mutant = self.known[job["mutant"]]
         with tempfile.TemporaryDirectory() as folder:
             kernel = mutant.build(Path(folder))
             if job["what"] == "kill":
-                return kill(mutant, kernel, job["seed"], job["examples"])
+                return kill(mutant, kernel, job["seed"], job["examples"], shrinks=job["shrinks"])
+            if job["what"] == "kills":
+                return self.kills(mutant, kernel, job)
             if job["what"] == "idle":
                 return idle(kernel, job["seed"], job["examples"])
             return other_checks.ask(job["check"], kernel)
 
+    def kills(self, mutant: Any, kernel: Kernel, job: dict[str, Any]) -> dict[str, Any]:
+        """What each of job["seeds"] gives, in a process that is the mutant's own: {"kills": [...]}.
 
-def drawn(judge: Judge, seed: int, examples: int, look: Callable[[Case], bool]) -> None:
-    """Show `look` the cases of `pytest fuzz/ --hypothesis-seed=SEED`, shard by shard, until it returns True."""
+        job["seconds"]: that all of them may take. job["until"]: when all ends, in seconds of time.monotonic(), which
+        is one clock for all processes. A seed that finds no time is left out.
+        """
+        until = min(job["until"], time.monotonic() + job["seconds"])
+        isolated = apart([kernel], self.device, self.sharing)
+        found = []
+        try:
+            for seed in job["seeds"]:
+                if time.monotonic() >= until:
+                    break
+                try:
+                    kill_ = kill(mutant, kernel, seed, job["examples"], isolated, job["shrinks"], until)
+                except RuntimeError as error:  # of pagefuzz, or of the device
+                    kill_ = {"seed": seed, "error": str(error)}
+                if kill_.get("examples") != 0:
+                    found.append(kill_)
+        finally:
+            isolated.close()
+        return {"kills": found}
+
+
+def drawn(judge: Judge, seed: int, examples: int, look: Callable[[Case], bool], compiled: bool = False) -> None:
+    """Show `look` the cases of `pytest fuzz/ --hypothesis-seed=SEED`, shard by shard, until it returns True.
+
+    compiled: draw from a few shapes a shard, as on a device.
+    """
     from pagefuzz.fuzz.drawing import each_case
 
     kernel = judge.kernel
     relations = tuple(item.id for item in judge.invariants if item.relation)
-    cases = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.limits, relations)
+    limits, strategy = judge.runner.limits, STRATEGIES[kernel.operation.name]
     enough = False
 
     def ask(case: Case) -> bool:
@@ -86,20 +120,33 @@ def drawn(judge: Judge, seed: int, examples: int, look: Callable[[Case], bool]) 
 
     for index, first in enumerate(range(0, examples, SHARD)):
         if not enough:
+            shapes = shapes_of(seed, kernel.name, index) if compiled else ()
+            cases = strategy(kernel.declared, limits, relations, shapes)
             each_case(cases, min(SHARD, examples - first), shard_seed(seed, kernel.name, index), ask)
 
 
-def kill(mutant: Any, kernel: Kernel, seed: int, examples: int | None) -> dict[str, Any]:
+def kill(
+    mutant: Any,
+    kernel: Kernel,
+    seed: int,
+    examples: int | None,
+    observer: Observer | None = None,
+    shrinks: bool = True,
+    until: float = math.inf,
+) -> dict[str, Any]:
     """The first failure of a mutant, shrunk: {"examples", "seconds", "found", "shrunk", ...}, or {"survived": ...}.
 
-    examples: to stop after; None for the quick profile's.
+    examples: to stop after; None for the quick profile's. observer: on a device, what runs the cases there. shrinks:
+    otherwise "shrunk" is the case as it was found. until: when no further case is begun, by time.monotonic().
     """
-    judge = Judge(kernel, runner())
+    judge = Judge(kernel, observer or runner())
     found: list[tuple[Case, Verdict]] = []
-    count = 0
+    count, late = 0, False
 
     def look(case: Case) -> bool:
-        nonlocal count
+        nonlocal count, late
+        if late := time.monotonic() >= until:
+            return True
         count += 1
         verdict = judge.verdict(case)
         if verdict.kind not in (PASS, UNSUPPORTED):
@@ -107,16 +154,16 @@ def kill(mutant: Any, kernel: Kernel, seed: int, examples: int | None) -> dict[s
         return bool(found)
 
     started = time.perf_counter()
-    drawn(judge, seed, examples or budget(kernel.operation.name), look)
+    drawn(judge, seed, examples or budget(kernel.operation.name), look, compiled=observer is not None)
     result: dict[str, Any] = {"seed": seed, "examples": count, "seconds": time.perf_counter() - started}
     if not found:
-        return {**result, "survived": f"all {count} examples passed"}
+        return {**result, "survived": f"all {count} examples passed" + (", and the time was over" if late else "")}
     case, verdict = found[0]
     if verdict.kind == DISAGREEMENT:
         return {**result, "error": f"{verdict.reason}: a fault of pagefuzz, which must not pass for a kill"}
     result["found"] = _judged(mutant, case, verdict)
-    result["repeatable"] = judge.verdict(case).kind != PASS
-    result["shrunk"] = _judged(mutant, *shrink(judge, case, verdict))
+    result["repeatable"] = bool(verdict.ended) or judge.verdict(case).kind != PASS  # another process is dear
+    result["shrunk"] = _judged(mutant, *shrink(judge, case, verdict)) if shrinks else result["found"]
     result["shrink_seconds"] = time.perf_counter() - started - result["seconds"]
     return result
 
@@ -125,6 +172,7 @@ def _judged(mutant: Any, case: Case, verdict: Verdict) -> dict[str, Any]:
     return {
         "named": verdict.named,
         "also": list(verdict.also),
+        "ended": verdict.ended,
         "shapes": case.shapes(),
         "case": case.one_line(),
         "smallest": _is_smallest(mutant, case),

@@ -239,11 +239,16 @@ class Written(Protocol):
 
 
 def write(report: Written, markdown: Path | None, plain: Path | None) -> None:
-    """Write a report's Markdown and JSON, each where a path is given."""
+    """Write a report's Markdown and JSON, each where a path is given: all of it, or what was there stays."""
     if markdown is not None:
-        markdown.write_text(report.markdown())
+        _replace(markdown, report.markdown())
     if plain is not None:
-        plain.write_text(json.dumps(report.plain(), indent=1) + "\n")
+        _replace(plain, json.dumps(report.plain(), indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    path.with_name(f".{path.name}.new").write_text(text)
+    path.with_name(f".{path.name}.new").replace(path)
 
 
 def read(path: Path) -> Report:

@@ -137,7 +137,7 @@ PLANTED = (
         (
             (
                 "k_cache[blocks, offsets] = key[tokens]",
-                "k_cache[blocks][torch.arange(len(blocks)), offsets] = key[tokens]",
+                "k_cache[blocks][torch.arange(len(blocks), device=blocks.device), offsets] = key[tokens]",
             ),
         ),
         "seeds: k_cache[blk][off] copies first, so the cache stays as it was",
