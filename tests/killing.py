@@ -42,10 +42,10 @@ def apart(kernels: Iterable[Kernel], device: str, sharing: int) -> Isolated:
 
     def make() -> Runner:
         from pagefuzz.fuzz.device_arena import DeviceArena
-        from pagefuzz.fuzz.session import device_runner
+        from pagefuzz.fuzz.session import runner_on
 
         if device != "cpu":
-            return device_runner(device, sharing)
+            return runner_on(device, sharing)
         from pagefuzz.fuzz.interpreter import install
 
         install()
