@@ -17,6 +17,7 @@ import torch
 from pagefuzz.fuzz.arena import POISON, Runs
 from pagefuzz.fuzz.device_arena import MOST_BYTES, DeviceArena
 from pagefuzz.oracles.observation import Change
+from pagefuzz.strategies.number_formats import STORAGE
 
 NOWHERE = "memory far from every tensor, as where an int32 product wraps to"
 GRANULES_OF_A_CHUNK = 16
@@ -155,8 +156,10 @@ class CudaArena(DeviceArena):
     def _by_buffer(self, first: int, before: np.ndarray, after: np.ndarray) -> list[tuple[str, Change]]:
         if first // self.driver.granule in self.own:
             return super()._by_buffer(first, before, after)
-        elements = np.flatnonzero(before != after)
-        return [(NOWHERE, Change(elements, before[elements], after[elements]))]
+        storage = STORAGE[self.places[-1][1].dtype]  # of a cache, where there is one: they lie last, and wholly aligned
+        was, now = before.view(storage), after.view(storage)
+        elements = np.flatnonzero(was != now)
+        return [(NOWHERE, Change(elements, was[elements], now[elements]))]
 
     def _elsewhere(self) -> Runs:
         """All memory that there is: what is own, and under one of their names the granule and the chunk of poison."""
