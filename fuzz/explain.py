@@ -24,6 +24,7 @@ def failure_text(
         "",
         *_rows(
             ("also broken", ", ".join(verdict.also)),
+            ("known", "\n".join(f"{name}: {entry.why()} [{entry.label}]" for name, entry in verdict.known.items())),
             ("found as", found_as.one_line() if found_as else ""),
             ("shrunk to" if found_as else "case", case.one_line()),
             ("again", command),

@@ -73,8 +73,7 @@ def _session(config: pytest.Config) -> Any:
 
     device = _device(config.getoption("--device"))
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
-    for adapter in adapters:
-        sessions.load_adapter(adapter)
+    loaded = [sessions.load_adapter(adapter) for adapter in adapters]
     known = registered()
     sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
     if not adapters or config.getoption("--replay"):
@@ -101,6 +100,7 @@ def _session(config: pytest.Config) -> Any:
         pytest=_pytest(config, home),
         repeat=shlex.join(repeat),
         named=bool(patterns),
+        known=sessions.load_known(loaded, device),
     )
 
 
@@ -222,6 +222,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+        *([f"  known failures, not red: {len(session.known)}"] if session.known else []),
     ]
 
 
@@ -295,7 +296,7 @@ def shard(request: pytest.FixtureRequest) -> Any:
 def saved_failure(request: pytest.FixtureRequest) -> Any:
     """One saved case: call it to judge it again."""
     from pagefuzz.fuzz import saved as saving
-    from pagefuzz.fuzz.session import NotJudged
+    from pagefuzz.fuzz.session import KnownFailure, NotJudged
     from pagefuzz.oracles.invariant import InvariantViolated
 
     session, name = request.config.stash[SESSION], request.param
@@ -316,7 +317,7 @@ def saved_failure(request: pytest.FixtureRequest) -> Any:
             request.node.user_properties.append((UNJUDGED, f"{source}: {error}"))
             raise
         except AssertionError as error:
-            if path is not None and not replaying and isinstance(error, InvariantViolated):
+            if path is not None and not replaying and isinstance(error, InvariantViolated | KnownFailure):
                 saving.failed_again(path, wanted)
             request.node.user_properties.append((REPLAYED, f"{source}: {str(error).splitlines()[0]}"))
             raise
@@ -332,7 +333,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Reports of the suite are texts of their own; a traceback would only hide them."""
-    from pagefuzz.fuzz.session import Failed, NotJudged, ShownAlready
+    from pagefuzz.fuzz.session import Failed, KnownFailure, NotJudged, ShownAlready
     from pagefuzz.oracles.invariant import InvariantViolated
 
     report = yield
@@ -341,14 +342,16 @@ def pytest_runtest_makereport(
         getattr(item, "fixturenames", ())
     ):
         report.longrepr = str(error)
-        if isinstance(error, ShownAlready) or (isinstance(error, NotJudged) and not item.config.getoption("--replay")):
+        said = isinstance(error, NotJudged | KnownFailure) and not item.config.getoption("--replay")
+        if isinstance(error, ShownAlready) or said:
             # One report a failure, or the one is lost among its repetitions. And in a fuzz run a saved case that cannot
-            # be judged is said, not failed.
+            # be judged, or is a known failure, is said, not failed.
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from pagefuzz.fuzz.known import known_lines
     from pagefuzz.fuzz.summary import summary
 
     reports = [
@@ -368,6 +371,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if parts:
         terminalreporter.section("pagefuzz")
         terminalreporter.write_line(summary(parts, terminalreporter._tw.fullwidth if terminalreporter.isatty else 120))
+        session = config.stash[SESSION]
+        for line in known_lines(session.known, parts, session.planned()):
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
+from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read
 from pagefuzz.fuzz.shrink import shrink
-from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
+from pagefuzz.fuzz.verdict import DISAGREEMENT, KNOWN, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
@@ -57,9 +58,16 @@ class NotJudged(Failed):
     """A saved case that could not be judged."""
 
 
+class KnownFailure(Failed):
+    """A saved case that fails as it is known to."""
+
+
 @dataclass
 class Statistics:
-    """What one item did; plain data for the summary."""
+    """What one item did; plain data for the summary.
+
+    known, held: for how many cases each known failure was seen, and for how many its condition held, by label.
+    """
 
     kernel: str
     operation: str
@@ -70,22 +78,35 @@ class Statistics:
     seconds: float = 0.0
     judged: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
 
-    def add(self, case: Case, verdict: Verdict) -> None:
+    def add(self, case: Case, verdict: Verdict, entries: Sequence[Entry]) -> None:
         self.cases += 1
         self.runs += verdict.runs
         self.loose += verdict.loose
         self.judged.update(verdict.judged)
         self.features.update(case.features())
+        self.known.update({entry.label for entry in verdict.known.values()})
+        self.held.update(entry.label for entry in entries if entry.when.holds(case))
 
     def plain(self) -> dict[str, Any]:
-        return {**vars(self), "judged": dict(self.judged), "features": dict(self.features)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
-def load_adapter(name: str) -> None:
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was loaded: its file, if it is one, and the names of the kernels that it registered."""
+
+    file: Path | None
+    kernels: tuple[str, ...]
+
+
+def load_adapter(name: str) -> Adapter:
     """Import an adapter, a file or a module. Raises UsageError in one sentence for whatever goes wrong in it."""
     path = Path(name)
-    before = len(registered())
+    before = registered()
+    file: str | None = name
     try:
         if os.path.isfile(path):
             digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
@@ -103,7 +124,7 @@ def load_adapter(name: str) -> None:
             what = "this is a directory" if os.path.isdir(path) else "there is no such file"
             raise UsageError(f"--adapter {name}: {what}; name a Python file or an importable module.")
         else:
-            importlib.import_module(name)
+            file = importlib.import_module(name).__file__
     except UsageError:
         raise
     except RegistrationError as error:
@@ -120,8 +141,23 @@ def load_adapter(name: str) -> None:
         else:
             said = f"{_line_in(error, path)}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"--adapter {name}{said}") from None
-    if len(registered()) == before:
+    added = tuple(kernel for kernel in registered() if kernel not in before)
+    if not added:
         raise UsageError(f"--adapter {name}: it registers no kernel; decorate one with @pagefuzz.kernel(OPERATION).")
+    return Adapter(Path(file) if file else None, added)
+
+
+def load_known(adapters: Iterable[Adapter], device: str) -> tuple[Entry, ...]:
+    """The known failures that stand beside the adapters. Raises UsageError in one sentence for what is wrong there."""
+    found: list[Entry] = []
+    for adapter in adapters:
+        path = adapter.file.with_suffix(SUFFIX) if adapter.file else None
+        if path is not None and os.path.lexists(path):
+            try:
+                found += read(path, shown(path, Path.cwd()), adapter.kernels, with_pairs(registered()), device)
+            except Unusable as error:
+                raise UsageError(str(error)) from None
+    return tuple(found)
 
 
 def _line_in(error: BaseException, path: Path) -> str:
@@ -159,7 +195,8 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. started: when, in seconds of time.time().
+    shell reads them. named: whether --kernel chose. known: the failures that are not red. started: when, in seconds of
+    time.time().
     """
 
     device: str
@@ -170,6 +207,7 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    known: tuple[Entry, ...] = ()
     started: float = field(default_factory=time.time)
 
     @cached_property
@@ -197,15 +235,22 @@ class Session:
             if kernel.operation.name == operation
         ]
 
+    def planned(self) -> Counter[str]:
+        """How many shards of each kernel the whole run has."""
+        return Counter(name for operation in OPERATIONS for name, _, _ in self.shards(operation))
+
     def command(self, what: str) -> str:
         """The command that replays `what`, a word as a shell reads it."""
         return f"{self.pytest} --replay {what} {self.repeat}".rstrip()
+
+    def judge(self, kernel: Kernel) -> Judge:
+        return Judge(kernel, self.runner, entries_of(self.known, kernel.name))
 
     # ---- the items
 
     def fuzz(self, kernel: Kernel, index: int, examples: int) -> Statistics:
         """Fuzz one shard. Raises the failure of the first case that breaks an invariant, shrunk and saved."""
-        judge = Judge(kernel, self.runner)
+        judge = self.judge(kernel)
         relations = tuple(item.id for item in judge.invariants if item.relation)
         drawn = STRATEGIES[kernel.operation.name](kernel.declared, self.runner.arena.limits, relations)
         statistics = Statistics(kernel.name, kernel.operation.name)
@@ -214,8 +259,8 @@ class Session:
 
         def look(case: Case) -> bool:
             verdict = _verdict(judge, case)
-            statistics.add(case, verdict)
-            if verdict.kind in (PASS, UNSUPPORTED):
+            statistics.add(case, verdict, judge.known)
+            if verdict.kind in (PASS, UNSUPPORTED, KNOWN):
                 return False
             found.append((case, verdict))
             return True
@@ -235,7 +280,7 @@ class Session:
         if verdict.kind == DISAGREEMENT:
             return Failed(f"{verdict.reason}\n{_fault(name, found_as)}")
         assert verdict.violation is not None
-        if _verdict(judge, found_as).kind == PASS:
+        if _verdict(judge, found_as).kind in (PASS, KNOWN):
             token = self.command(saving.token(name, verdict.named, found_as))
             command, _ = self._save(name, NOT_REPEATABLE, found_as, found_as, verdict)
             return Failed(not_repeatable_text(name, found_as, verdict, command or token))
@@ -264,11 +309,10 @@ class Session:
         return self.command(shown(path, self.home)), known
 
     def replay(self, wanted: saving.SavedCase, case: Case, again: str) -> str:
-        """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
-        NotJudged."""
+        """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, KnownFailure
+        or NotJudged."""
         kernel = self._kernel_for(wanted)
-        judge = Judge(kernel, self.runner)
-        verdict = _verdict(judge, case)
+        verdict = _verdict(self.judge(kernel), case)
         if verdict.kind == UNSUPPORTED:
             raise NotJudged(f"unsupported: {verdict.reason}.")
         if verdict.kind == PASS:
@@ -280,6 +324,9 @@ class Session:
         said = "still fails" if same else f"fails otherwise ({wanted.invariant!r} when it was saved)"
         token = self.command(saving.token(kernel.name, verdict.named, case))
         text = failure_text(kernel.name, case, None, verdict, self.command(again), token)
+        if verdict.kind == KNOWN:
+            why = "; ".join(dict.fromkeys(entry.why() for entry in verdict.known.values()))
+            raise KnownFailure(f"known failure: {why}\n{said}: {text}")
         raise verdict.invariant.exception(f"{said}: {text}")
 
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:

@@ -26,7 +26,7 @@ def shrink(judge: Judge, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
     while True:
         case = _smallest(judge, case, verdict, tried)
         final = judge.verdict(case)
-        if final.invariant is None or verdict.invariant is None:
+        if final.kind != VIOLATION or verdict.invariant is None:
             return case, verdict
         if final.rank >= verdict.rank or len(tried) >= MOST_TRIES:
             return case, final
