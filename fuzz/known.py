@@ -16,8 +16,8 @@ A condition holds if everything in it does. `has` and `lacks` are lists of the w
 "drawn for". Any other key is a size by its letter (T, B, M, n, bs, N, KVH, H, D, ..., n for the context length of some
 sequence) or a product of sizes ("M * bs"); its value is a number, a list of numbers, or a `Range`.
 
-A failing case is known if each invariant that it breaks is explained by some entry whose condition holds; if one is
-not, the case is red, and that one is what the report names.
+A failing case is known if each invariant that it breaks is explained by some entry whose condition holds, for the case
+or for a twin that this invariant compares it with. If one is not, the case is red, and the report names that one.
 """
 
 from __future__ import annotations
@@ -109,10 +109,6 @@ class Entry:
     link: str = ""
     seen: str = ""
 
-    def explains(self, invariant: str, violation: Violation) -> bool:
-        """Whether it says why an invariant is violated by a case for which its condition holds."""
-        return invariant in self.invariants and self.seen in violation.seen
-
     def why(self) -> str:
         """The reason and the link, in one line."""
         return f"{self.reason} ({self.link})" if self.link else self.reason
@@ -123,15 +119,11 @@ def entries_of(entries: Iterable[Entry], kernel: str) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if kernel in entry.kernels)
 
 
-def explained(entries: Iterable[Entry], case: Case, violated: Mapping[str, Violation]) -> dict[str, Entry]:
-    """The violated invariants of a case, by id, that an entry explains, each with the first such entry."""
-    holding = [entry for entry in entries if entry.when.holds(case)]
-    found = {}
-    for name, violation in violated.items():
-        entry = next((entry for entry in holding if entry.explains(name, violation)), None)
-        if entry is not None:
-            found[name] = entry
-    return found
+def explanation(entries: Iterable[Entry], invariant: str, violation: Violation, cases: Iterable[Case]) -> Entry | None:
+    """The first entry that explains why an invariant is violated. `cases`: the case, and the twins that the invariant
+    compares it with, since either of the two runs may be the one that is known to be wrong."""
+    fitting = (entry for entry in entries if invariant in entry.invariants and entry.seen in violation.seen)
+    return next((entry for entry in fitting if any(map(entry.when.holds, cases))), None)
 
 
 # ---- reading

@@ -222,7 +222,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
-        *([f"  known failures, not red: {len(session.known)}"] if session.known else []),
+        *([f"  not red: {len(session.known)} known failures"] if session.known else []),
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagefuzz.fuzz.known import Entry, explained
+from pagefuzz.fuzz.known import Entry, explanation
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
@@ -156,7 +156,11 @@ class Judge:
         judged = tuple(item.id for item in first if item in paid)
         if not violated:
             return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
-        known = explained(self.known, case, {item.id: found for item, found in violated.items()})
+        known = {}
+        for item, found in violated.items() if self.known else ():
+            entry = explanation(self.known, item.id, found, [case, *item.twins(case, declared).values()])
+            if entry is not None:
+                known[item.id] = entry
         unknown = [item for item in violated if item.id not in known]
         named = min(unknown or violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
