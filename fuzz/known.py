@@ -285,7 +285,15 @@ def vocabulary(operation: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(dict.fromkeys(word for word, _ in smallest.words())), tuple(smallest.sizes())
 
 
-# ---- what is said at the end of a run
+# ---- what is said of them
+
+
+def told(known: Mapping[str, Entry]) -> list[str]:
+    """A line for each entry: which invariants of a case it explains, and why."""
+    broken: dict[str, list[str]] = {}
+    for name in sorted(known, key=lambda name: (len(name), name)):
+        broken.setdefault(f"{known[name].why()} [{known[name].label}]", []).append(name)
+    return [f"{', '.join(names)}: {why}" for why, names in broken.items()]
 
 
 def known_lines(entries: Sequence[Entry], parts: Iterable[Mapping[str, Any]], planned: Mapping[str, int]) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
-from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read
+from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read, told
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, KNOWN, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
@@ -325,8 +325,7 @@ class Session:
         token = self.command(saving.token(kernel.name, verdict.named, case))
         text = failure_text(kernel.name, case, None, verdict, self.command(again), token)
         if verdict.kind == KNOWN:
-            why = "; ".join(dict.fromkeys(entry.why() for entry in verdict.known.values()))
-            raise KnownFailure(f"known failure: {why}\n{said}: {text}")
+            raise KnownFailure(f"known failure: {'; '.join(told(verdict.known))}\n{said}: {text}")
         raise verdict.invariant.exception(f"{said}: {text}")
 
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:

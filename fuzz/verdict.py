@@ -115,8 +115,8 @@ class Judge:
 
         Invariants without a second run are always asked, relations if the case pays for them, and those that have
         something to say without one (`Invariant.always`) without their twins if it does not. As soon as one is
-        violated all are asked, and the most specific one is named that is no known failure; with `asked` only those ids
-        are, and the first violated one of the lowest rank is named.
+        violated that no known failure explains, all are asked, and the most specific such one is named; with `asked`
+        only those ids are, and the first violated one of the lowest rank is named.
         """
         with np.errstate(all="ignore"):  # whatever an adapter set: infinities and NaN are the suite's daily bread
             return self._verdict(case, asked)
@@ -141,31 +141,36 @@ class Judge:
             first = [item for item in applicable if item.id in asked]
             paid = set(first)
         violated: dict[Invariant, Violation] = {}
+        known: dict[str, Entry] = {}
         for item in first:
             found = self._ask(item, case, runs, with_twins=item in paid)
             if found is not None:
                 violated[item] = found
-                if asked is None:
+                known |= self._known(item, found, case)
+                if asked is None and item.id not in known:
                     break
-        if violated and asked is None:
+        if asked is None and len(known) < len(violated):
             for item in applicable:
                 found = self._ask(item, case, runs) if item not in violated else None
                 if found is not None:
                     violated[item] = found
+                    known |= self._known(item, found, case)
         loose = bool(getattr(answer(case, declared), "loose", False))
         judged = tuple(item.id for item in first if item in paid)
         if not violated:
             return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
-        known = {}
-        for item, found in violated.items() if self.known else ():
-            entry = explanation(self.known, item.id, found, [case, *item.twins(case, declared).values()])
-            if entry is not None:
-                known[item.id] = entry
         unknown = [item for item in violated if item.id not in known]
         named = min(unknown or violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
         kind = VIOLATION if unknown else KNOWN
         return Verdict(kind, named, violated[named], also, judged, loose, runs.count, known=known)
+
+    def _known(self, item: Invariant, found: Violation, case: Case) -> dict[str, Entry]:
+        """The entry that explains a violation, by the invariant's id, if there is one."""
+        if not self.known:
+            return {}
+        entry = explanation(self.known, item.id, found, [case, *item.twins(case, self.kernel.declared).values()])
+        return {item.id: entry} if entry else {}
 
     def _ask(self, item: Invariant, case: Case, runs: _Runs, with_twins: bool = True) -> Violation | None:
         twins = item.twins(case, self.kernel.declared) if with_twins else {}
