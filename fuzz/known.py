@@ -297,8 +297,9 @@ def told(known: Mapping[str, Entry]) -> list[str]:
 
 
 def known_lines(entries: Sequence[Entry], parts: Iterable[Mapping[str, Any]], planned: Mapping[str, int]) -> list[str]:
-    """What became of each entry. `parts` are the plain statistics of the items (session.Statistics), `planned` says how
-    many shards of each kernel the whole run has: an entry is only missed where all of them were run to their end."""
+    """What became of each entry that speaks of a kernel of this run. `parts` are the plain statistics of the items
+    (session.Statistics), `planned` says how many shards of each kernel the whole run has: an entry is only missed where
+    all shards of all its kernels were run to their end."""
     matched, held, cases, ended = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for part in parts:
         matched.update(part["known"])
@@ -307,6 +308,8 @@ def known_lines(entries: Sequence[Entry], parts: Iterable[Mapping[str, Any]], pl
         ended[part["kernel"]] += not part["violations"]
     lines = []
     for entry in entries:
+        if not any(planned.get(name) for name in entry.kernels):
+            continue
         what = f"{entry.pattern} breaks {', '.join(entry.invariants)}: {entry.why()} [{entry.label}]"
         if matched[entry.label] or not all(0 < planned.get(name, 0) == ended[name] for name in entry.kernels):
             lines.append(f"known: {matched[entry.label]} cases, {what}")

@@ -218,6 +218,12 @@ def test_an_entry_is_only_missed_where_all_was_run(
     assert said in line
 
 
+def test_an_entry_of_kernels_that_are_not_in_the_run_is_not_spoken_of(folder: Path) -> None:
+    assert known_lines([ENTRY], [part("b")], Counter({"b": 1})) == []
+    done = fuzz(folder, INT64, "--kernel", "other_slots", wrong="")
+    assert done.code == 0 and "not red" not in done.text and "mine_*" not in done.text
+
+
 # ---- saved failures
 
 
