@@ -7,6 +7,7 @@ heap. On a device it is one allocation that is poison wherever no case has put a
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -25,7 +26,11 @@ GUARD = 256  # bytes of poison right before and behind every buffer
 PIECE = 1 << 26  # bytes that are compared at a time
 POISON = 0xFF  # NaN in every float dtype, -1 in every integer dtype
 _ZONE = np.full(GUARD, POISON, dtype=np.uint8)
+EVERY = "*"  # small buffer
+PROT_NONE = 0
+GUARDED_ALIGNMENT = {"int32": 16, "int64": 16}  # of what has a guard page behind it; else ALIGNMENT
 MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
+_LIBC = ctypes.CDLL(None)
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE}
 
 Runs = list[tuple[int, int]]  # [first byte, one past the last byte)
@@ -43,6 +48,7 @@ class Arena(ABC):
 
     def __init__(self) -> None:
         self.places: list[tuple[int, Buffer]] = []  # (first byte, buffer), ascending
+        self.guards: list[int] = []  # the first bytes of pages that nobody can access, ascending
 
     @property
     def limits(self) -> Limits:
@@ -62,10 +68,11 @@ class Arena(ABC):
                 start, room = (self.size // 4, self.size * 5 // 8)[cache], self.size // 4
                 cache += 1
             else:
-                start, room = small, self.size // 8 - small
-                small = -(-(small + nbytes + 2 * GUARD) // ALIGNMENT) * ALIGNMENT
+                start, room = self._start(buffer, small, nbytes), self.size // 8 - small
+                small = -(-(self._behind(start + nbytes) + 2 * GUARD) // ALIGNMENT) * ALIGNMENT
             if nbytes > room:
                 self.places.clear()
+                self.guards = []
                 raise InvalidCase(f"{buffer.name} takes {nbytes} bytes, more than the {room} that there are here")
             self.places.append((start, buffer))
         self.places.sort(key=lambda place: place[0])
@@ -77,6 +84,14 @@ class Arena(ABC):
             self._view(starts[id(value.buffer)], value) if isinstance(value, Tensor) else value
             for value in arguments.values.values()
         ]
+
+    def _start(self, buffer: Buffer, least: int, nbytes: int) -> int:
+        """Where a small buffer of `nbytes` begins, not below `least`."""
+        return least
+
+    def _behind(self, end: int) -> int:
+        """The first byte behind a small buffer that ends at `end` where something else may lie."""
+        return end
 
     @abstractmethod
     def _fill(self, start: int, buffer: Buffer) -> None: ...
@@ -103,6 +118,13 @@ class Arena(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Leave nothing of the case behind."""
+
+    def fetch(self, tensor: torch.Tensor | None) -> np.ndarray | None:
+        """Wait for all that runs on the device; the bytes of a tensor there, as they are now."""
+        if tensor is None:
+            return None
+        bits: np.ndarray = bytes_of(tensor).cpu().numpy().copy()
+        return bits
 
     def watched(self, wanted: dict[str, tuple[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
         """The bits that lie now in the given elements of buffers: by tensor, a row for each row of elements."""
@@ -163,12 +185,18 @@ class Arena(ABC):
 
 
 class CpuArena(Arena):
-    """A sparse file of up to 1 TiB, mapped shared. Raises OSError if not even 1 GiB can be mapped."""
+    """A sparse file of up to 1 TiB, mapped shared. Raises OSError if not even 1 GiB can be mapped.
+
+    guarded: the small buffer that a page which cannot be accessed lies right behind, so that whoever reads one element
+    past its end is killed; EVERY for all of them, "" for none. The end is as near to that page as the buffer's
+    alignment allows: 64 bytes, and 16 for integers, in whose arithmetic alignment changes nothing.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         super().__init__()
+        self.guarded = ""
         self.file = os.memfd_create("pagefuzz-arena")
         for power in range(40, 29, -1):
             try:
@@ -180,13 +208,18 @@ class CpuArena(Arena):
                         "cannot map 1 GiB of sparse memory for the arena; raise the limit on address space (ulimit -v)"
                     ) from None
                 continue
+            self.memory.madvise(mmap.MADV_DONTFORK)  # a process of this one's has its own, and must not harm this
             self.size = 1 << power
             break
         self.memory[self.size // 2] = 1
         first, last = self._populated()[0]
         self.page = last - first  # what one touched byte populates; larger than 4096 with huge pages
         self.forget()
+        self.base = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
         self.before: dict[tuple[int, int], bytes] = {}
+        # By first byte, what views of one buffer are views of. Triton's interpreter copies a storage back to where it
+        # came from unless both are one, and of keys and values packed in one tensor that would be many GiB.
+        self.flat: dict[int, torch.Tensor] = {}
 
     def _populated(self) -> Runs:
         runs: Runs = []
@@ -199,19 +232,41 @@ class CpuArena(Arena):
             at = os.lseek(self.file, first, os.SEEK_HOLE)
             runs.append((first, at))
 
+    def _start(self, buffer: Buffer, least: int, nbytes: int) -> int:
+        if not nbytes or self.guarded not in (EVERY, buffer.name):
+            return least
+        alignment = GUARDED_ALIGNMENT.get(buffer.dtype, ALIGNMENT)
+        whole = -(-nbytes // alignment) * alignment
+        self.guards.append(-(-(least + whole) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return self.guards[-1] - whole
+
+    def _behind(self, end: int) -> int:
+        return self.guards[-1] + mmap.PAGESIZE if self.guards and self.guards[-1] >= end else end
+
+    def _protect(self, access: int) -> None:
+        for guard in self.guards:
+            if _LIBC.mprotect(ctypes.c_void_p(self.base + guard), ctypes.c_size_t(mmap.PAGESIZE), access):
+                raise OSError("a page behind a tensor cannot be protected")
+
     def _fill(self, start: int, buffer: Buffer) -> None:
         for first, data in self._pieces(start, buffer):
-            self.memory[first : first + len(data)] = data.data
+            last = first + len(data)
+            for guard in self.guards:
+                if first < guard < last:
+                    last = guard
+            self.memory[first:last] = data[: last - first].data
 
     def _view(self, start: int, tensor: Tensor) -> torch.Tensor:
         buffer, dtype = tensor.buffer, TORCH_DTYPES[tensor.buffer.dtype]
         if buffer.size == 0:
             return torch.empty(0, dtype=dtype).as_strided(tensor.shape, tensor.strides)
         assert tensor.last_element() < buffer.size
-        flat = torch.frombuffer(self.memory, dtype=dtype, count=buffer.size, offset=start)
-        return flat.as_strided(tensor.shape, tensor.strides, tensor.offset)
+        if start not in self.flat:
+            self.flat[start] = torch.frombuffer(self.memory, dtype=dtype, count=buffer.size, offset=start)
+        return self.flat[start].as_strided(tensor.shape, tensor.strides, tensor.offset)
 
     def _remember(self) -> None:
+        self._protect(PROT_NONE)
         self.before = {run: os.pread(self.file, run[1] - run[0], run[0]) for run in self._populated()}
 
     def _read(self, first: int, count: int) -> np.ndarray:
@@ -253,9 +308,16 @@ class CpuArena(Arena):
         return found
 
     def forget(self) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        self.guards = []
         for first, last in self._populated():
             self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-        self.places, self.before = [], {}
+        self.places, self.before, self.flat = [], {}, {}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8: the elements of a tensor in their order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _outside(first: int, last: int, known: Runs) -> Runs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import random
 import shlex
@@ -54,6 +56,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE|DIRECTORY|TOKEN",
         help="run saved cases, on the kernel that failed or the one that --kernel names",
     )
+    group.addoption(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run kernels in processes of their own (default: all but pagefuzz's own interpreted ones)",
+    )
+    group.addoption(
+        "--case-limit", default=None, metavar="SECONDS", help="what hangs: a longer run of an isolated kernel (10)"
+    )
+    group.addoption(
+        "--memory-limit",
+        default=None,
+        metavar="GIB",
+        help="what an isolated kernel may take on the CPU (half of the memory, for all workers)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis' own, which loads a profile that an adapter may have registered
@@ -71,7 +88,7 @@ def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import session as sessions
     from pagefuzz.kernels.registry import registered
 
-    device = _device(config.getoption("--device"))
+    device = _device(config.getoption("--device"), apart=config.getoption("--isolate") is not False)
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     loaded = [sessions.load_adapter(adapter) for adapter in adapters]
     known = registered()
@@ -90,6 +107,16 @@ def _session(config: pytest.Config) -> Any:
     repeat = [part for adapter in adapters for part in ("--adapter", adapter)]
     if config.getoption("--device"):
         repeat += ["--device", device]
+    isolate, limit = config.getoption("--isolate"), config.getoption("--case-limit")
+    if isolate is not None:
+        repeat.append("--isolate" if isolate else "--no-isolate")
+    more: dict[str, Any] = {}
+    if limit is not None:
+        repeat += ["--case-limit", limit]
+        more["case_limit"] = _positive("--case-limit", limit)
+    if (memory := config.getoption("--memory-limit")) is not None:
+        repeat += ["--memory-limit", memory]
+        more["memory_limit"] = int(_positive("--memory-limit", memory) * 2**30)
     home = Path(config.invocation_params.dir)
     return sessions.Session(
         device=device,
@@ -101,7 +128,24 @@ def _session(config: pytest.Config) -> Any:
         repeat=shlex.join(repeat),
         named=bool(patterns),
         known=sessions.load_known(loaded, device),
+        adapters=tuple(adapters),
+        isolate=isolate,
+        worker=int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+        workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+        **more,
     )
+
+
+def _positive(option: str, text: str) -> float:
+    from pagefuzz.fuzz.session import UsageError
+
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1e9:
+        raise UsageError(f"{option} {text}: should be a number above 0.")
+    return number
 
 
 def _pytest(config: pytest.Config, home: Path) -> str:
@@ -128,19 +172,28 @@ def _load_profile(config: pytest.Config) -> None:
             raise UsageError(f"--hypothesis-profile {name}: {' '.join(str(error).split())}") from None
 
 
-def _device(asked: str | None) -> str:
-    """The device to run on; sets TRITON_INTERPRET for it, before anything imports triton."""
+def _device(asked: str | None, apart: bool) -> str:
+    """The device to run on; sets TRITON_INTERPRET for it, before anything imports triton.
+
+    apart: this process must leave the device alone, since its forks could not use it then.
+    """
+    from pagefuzz.fuzz.isolation import in_a_fork
     from pagefuzz.fuzz.session import UsageError
 
     if "triton" not in sys.modules and asked is not None and asked.startswith("cpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+    if apart:
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     if asked is None:
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
-        torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
+        if apart and device.type != "cpu":
+            in_a_fork(lambda: torch.zeros(1, device=device).item())
+        else:
+            torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
     except Exception as error:  # each backend has its own way to say that it is not there
         raise UsageError(f"--device {asked}: {' '.join(str(error).split())[:200]}") from None
     if device.type == "cpu":
@@ -204,6 +257,23 @@ def _saved(config: pytest.Config) -> list[str]:
     return found
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """xdist, for -n auto: on a device as many workers as it takes turns among without losing time."""
+    from pagefuzz.fuzz.session import MOST_SHARING, UsageError, device_module
+
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    try:
+        device = _device(config.getoption("--device"), apart=True)
+    except UsageError:
+        return None  # said when the run is configured
+    if device == "cpu":
+        return None
+    count = 1 if ":" in device else int(getattr(device_module(device), "device_count", lambda: 1)())
+    return min(MOST_SHARING * count, len(os.sched_getaffinity(0)))
+
+
 def pytest_configure_node(node: Any) -> None:
     """xdist: what depends on chance or on the disk goes from the controller to the workers."""
     node.workerinput["pagefuzz_seed"] = node.config.stash[SESSION].seed
@@ -217,11 +287,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     how = "Triton interpreted, bfloat16 corrected" if session.device == "cpu" else "Triton compiled"
     profile = settings.get_current_profile_name()
     known = sum(1 for entry in session.known if entry.kernels & session.kernels.keys())
+    apart = [name for name, kernel in session.kernels.items() if session.is_isolated(kernel)]
+    which = "all" if len(apart) == len(session.kernels) else ", ".join(apart) or "none"
     found = versions()
     packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "numpy", "hypothesis"))
     return [
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
+        f"  in processes of their own: {which}; hung after {session.case_limit:g} s",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
         *([f"  not red: {known} known failures"] if known else []),
     ]
@@ -375,6 +448,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         session = config.stash[SESSION]
         for line in known_lines(session.known, parts, session.planned()):
             terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    session = config.stash.get(SESSION, None)
+    if session is not None:
+        session.close()
 
 
 @pytest.hookimpl(trylast=True)

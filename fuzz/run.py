@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sysconfig
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from pagefuzz.fuzz.arena import Arena
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
-from pagefuzz.strategies.case import Case, arguments_of
+from pagefuzz.strategies.case import Case, Limits, arguments_of
 
+_TORCHS_ADVICE = "\nSearch for `cuda"  # on how to debug follows what went wrong
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
-_BITS_OF_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 _FRESH = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
@@ -59,6 +60,17 @@ def _fill(kind: str, dtype: torch.dtype) -> float:
     return {"zeros": 0, "smallest": 1, "tenant": 1, "minus_infinity": least}.get(kind, most)
 
 
+class Observer(Protocol):
+    """What runs cases: here, or in a process of its own (isolation.py)."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def observe(self, kernel: Kernel, case: Case) -> Observation: ...
+
+    def hurried(self) -> AbstractContextManager[Callable[[], bool]]: ...
+
+
 class Runner:
     """Runs cases in one arena, one after the other."""
 
@@ -70,18 +82,32 @@ class Runner:
 
             install()
 
+    @property
+    def limits(self) -> Limits:
+        """What the strategies may draw for the arena here."""
+        return self.arena.limits
+
+    def hurried(self) -> AbstractContextManager[Callable[[], bool]]:
+        """Nobody ends a run here, so there is no patience to lose."""
+        return nullcontext(lambda: False)
+
     def observe(self, kernel: Kernel, case: Case) -> Observation:
         """One run. Raises InvalidCase where the case does not fit this machine; what the kernel raises is observed."""
         arguments = arguments_of(case)
         placed = self.arena.place(arguments)
         try:
-            return self._observe(kernel, case, placed, dict(zip(arguments.values, placed, strict=True)))
-        finally:
+            seen = self._observe(kernel, case, placed, dict(zip(arguments.values, placed, strict=True)))
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that is gone; what was raised first says more
+                self.arena.forget()
+            raise
+        if not seen.ended:
             self.arena.forget()
+        return seen
 
     def _observe(self, kernel: Kernel, case: Case, placed: list[Any], named: dict[str, Any]) -> Observation:
         keywords = {"check_values": True} if case.fault in case.value_faults and case.fault else {}
-        raised = output = None
+        raised = returned = bits = None
         misreturned = ""
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         with (
@@ -92,22 +118,24 @@ class Runner:
         ):  # keeps what a kernel sets to itself
             try:
                 result = kernel.call(*placed, **keywords)
-                self._finish()
+                returned, misreturned = _returned(kernel, result, named)
+                bits = self.arena.fetch(returned)  # waits for a device, whose errors belong to this run
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:  # a kernel that exits or skips is observed like one that raises
                 raised = _raised(error)
+        if raised is not None and not self._is_alive():
+            return Observation(ended=f"crashed: {raised}")
         wild = None
         if trace is not None and trace.wild is not None:
             at = trace.wild
             wild, raised = Wild(at.kind, tuple(at.program), at.tensor, at.index, at.lanes, at.value), None
-        if raised is None and wild is None:
-            output, misreturned = _output(kernel, case, result, named)
+            bits, misreturned = None, ""
         traced = trace is not None and trace.launches > 0
         return Observation(
             raised=raised,
             wild=wild,
-            output=output,
+            output=None if bits is None or returned is None else _output(bits, returned),
             misreturned=misreturned,
             watched=self.arena.watched(case.watched()),
             changes=self.arena.changes(),
@@ -131,10 +159,14 @@ class Runner:
 
         return in_order(order)
 
-    def _finish(self) -> None:
-        """Wait for the device, so that its errors belong to this run."""
+    def _is_alive(self) -> bool:
+        """Whether the device still answers. After an illegal access it does not, in this process."""
         if self.arena.device.type != "cpu":
-            torch.get_device_module(self.arena.device).synchronize(self.arena.device)
+            try:
+                torch.get_device_module(self.arena.device).synchronize(self.arena.device)
+            except Exception:
+                return False
+        return True
 
 
 def _raised(error: BaseException) -> Raised:
@@ -149,12 +181,12 @@ def _raised(error: BaseException) -> Raised:
         if not frame.filename.startswith((*not_the_authors, "<"))
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split(_TORCHS_ADVICE)[0].split())
     return Raised(type(error).__name__, message[:500], where, inside)
 
 
-def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tuple[Output | None, str]:
-    """The returned tensor as bits, or a sentence on what is wrong with it."""
+def _returned(kernel: Kernel, result: Any, named: dict[str, Any]) -> tuple[torch.Tensor | None, str]:
+    """The returned tensor, or a sentence on what is wrong with it."""
     operation = kernel.operation
     if not operation.result:
         return None, ""  # what a write returns is nobody's business
@@ -167,6 +199,9 @@ def _output(kernel: Kernel, case: Any, result: Any, named: dict[str, Any]) -> tu
     said = f"returned {result.dtype} {tuple(result.shape)} on {result.device}"
     if result.dtype != dtype or tuple(result.shape) != shape or result.device.type != device.type:
         return None, f"{said}, where the contract says {dtype} {shape} on {device}"
-    size = result.element_size()
-    bits = result.detach().cpu().contiguous().view(_BITS_OF_TORCH[size]).numpy().view(_BITS[size]).copy()
-    return Output(bits, str(result.dtype).removeprefix("torch.")), ""
+    return result, ""
+
+
+def _output(data: np.ndarray, returned: torch.Tensor) -> Output:
+    bits = data.view(_BITS[returned.element_size()]).reshape(tuple(returned.shape))
+    return Output(bits, str(returned.dtype).removeprefix("torch."))

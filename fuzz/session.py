@@ -15,8 +15,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,9 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
+from pagefuzz.fuzz.isolation import CASE_LIMIT, Isolated, Recipe, is_checked_first, memory_for_one
 from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read, told
+from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, KNOWN, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
@@ -35,11 +38,52 @@ from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, InvalidCase
 
 SHARD = 125  # examples
+MOST_PROCESSES = 4  # that wait for the next case of their kernels, on the CPU
+MOST_SHARING = 8  # workers a device that -n auto starts; with more they wait for each other (bench/README.md)
+SHAPES = 2  # that an item of compiled kernels draws its cases from
+ITEMS_OF_OWN_SHAPES = 16  # then the next items have the same again
 
 
 def shard_seed(seed: int, kernel: str, index: int) -> int:
     """The seed of one shard of a kernel in a run with the seed `seed`."""
     return int(hashlib.sha256(f"{seed}/{kernel}/{index}".encode()).hexdigest()[:15], 16)
+
+
+def shapes_of(seed: int, kernel: str, index: int) -> tuple[int, ...]:
+    """The seeds of the shapes that one shard draws from on a device: compiling a kernel for another shape takes as long
+    as hundreds of runs."""
+    first = SHAPES * (index % ITEMS_OF_OWN_SHAPES)
+    return tuple(shard_seed(seed, f"{kernel}, shapes", first + which) for which in range(SHAPES))
+
+
+def device_module(device: str) -> Any:
+    """torch.cuda for "cuda" and "cuda:1", and so on; None for a device that has no such module."""
+    import torch
+
+    try:
+        return torch.get_device_module(device.split(":")[0])
+    except RuntimeError:
+        return None
+
+
+def device_runner(place: str, sharing: int) -> Runner:
+    """Runs cases on a device that is shared by so many processes.
+
+    Raises RuntimeError where there is too little memory for that.
+    """
+    import torch
+
+    from pagefuzz.fuzz.cuda_arena import CudaArena
+    from pagefuzz.fuzz.device_arena import DeviceArena, arena_bytes
+
+    device, module = torch.device(place), device_module(place)
+    if device.index is not None and hasattr(module, "set_device"):
+        module.set_device(device)  # kernels launch on the current one
+    if device.type == "cuda":
+        with suppress(OSError, RuntimeError):  # a driver that cannot map addresses and memory apart
+            return Runner(CudaArena(device), interpreted=False)
+    total = int(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else 4 << 30
+    return Runner(DeviceArena(device, arena_bytes(total, sharing)), interpreted=False)
 
 
 class UsageError(ValueError):
@@ -195,8 +239,10 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. known: the failures that are not red. started: when, in seconds of
-    time.time().
+    shell reads them. named: whether --kernel chose. known: the failures that are not red. adapters: as --adapter names
+    them. isolate: whether kernels run in processes of their own; None: all but pagefuzz's own interpreted ones do.
+    case_limit: seconds that one run may take there. memory_limit: bytes that such a process may take, on the CPU.
+    worker, workers: which of how many processes of this run this one is. started: when, in seconds of time.time().
     """
 
     device: str
@@ -208,22 +254,77 @@ class Session:
     repeat: str = ""
     named: bool = False
     known: tuple[Entry, ...] = ()
+    adapters: tuple[str, ...] = ()
+    isolate: bool | None = None
+    case_limit: float = CASE_LIMIT
+    memory_limit: int = field(default_factory=memory_for_one)
+    worker: int = 0
+    workers: int = 1
     started: float = field(default_factory=time.time)
 
-    @cached_property
-    def runner(self) -> Any:
+    def __post_init__(self) -> None:
+        self.isolated: OrderedDict[str, Isolated] = OrderedDict()
+
+    def is_isolated(self, kernel: Kernel) -> bool:
+        """Whether a kernel runs in a process of its own."""
+        if self.isolate is not None:
+            return self.isolate
+        return self.device != "cpu" or not is_checked_first(kernel)
+
+    def runner_for(self, kernel: Kernel) -> Observer:
+        """What runs the cases of a kernel."""
+        if not self.is_isolated(kernel):
+            return self.runner
         import torch
 
-        from pagefuzz.fuzz.run import Runner
+        torch.set_num_threads(1)  # a pool of threads does not survive the fork
+        if self.device != "cpu":  # one process for all: a device takes seconds to start, and memory
+            if not self.isolated:
+                everybody = {**with_pairs(registered()), **self.kernels}.values()
+                self.isolated[""] = Isolated(everybody, self.make_runner, self.case_limit, None, self._recipe)
+            return self.isolated[""]
+        if kernel.name not in self.isolated:
+            self.isolated[kernel.name] = Isolated([kernel], self.make_runner, self.case_limit, self.memory_limit)
+        self.isolated.move_to_end(kernel.name)
+        for idle in list(self.isolated.values())[:-MOST_PROCESSES]:
+            idle.close()
+        return self.isolated[kernel.name]
+
+    def _recipe(self) -> Recipe | None:
+        """For a fresh Python, where an adapter has used the device and no fork can."""
+        module = device_module(self.device)
+        if not getattr(module, "is_initialized", lambda: False)():
+            return None
+        place, sharing = self._place()
+        return Recipe(place, self.adapters, tuple(sys.path), sharing, os.getpid())
+
+    def _place(self) -> tuple[str, int]:
+        """The device of this process, dealt round robin where --device names none of several, and by how many processes
+        it is shared."""
+        count = int(getattr(device_module(self.device), "device_count", lambda: 1)())
+        if ":" in self.device or count < 2:
+            return self.device, self.workers
+        return f"{self.device}:{self.worker % count}", -(-self.workers // count)
+
+    def close(self) -> None:
+        """End the processes that kernels ran in."""
+        for isolated in self.isolated.values():
+            isolated.close()
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs cases in this process."""
+        return self.make_runner()
+
+    def make_runner(self) -> Runner:
+        import torch
 
         torch.set_num_threads(1)  # the workers share the cores already
         if self.device == "cpu":
             from pagefuzz.fuzz.arena import CpuArena
 
             return Runner(CpuArena(), interpreted=os.environ.get("TRITON_INTERPRET") == "1")
-        from pagefuzz.fuzz.device_arena import DeviceArena
-
-        return Runner(DeviceArena(torch.device(self.device)), interpreted=False)
+        return device_runner(*self._place())
 
     def shards(self, operation: str) -> list[tuple[str, int, int]]:
         """(kernel, shard, examples) of every item of an operation."""
@@ -244,7 +345,7 @@ class Session:
         return f"{self.pytest} --replay {what} {self.repeat}".rstrip()
 
     def judge(self, kernel: Kernel) -> Judge:
-        return Judge(kernel, self.runner, entries_of(self.known, kernel.name))
+        return Judge(kernel, self.runner_for(kernel), entries_of(self.known, kernel.name))
 
     # ---- the items
 
@@ -252,7 +353,8 @@ class Session:
         """Fuzz one shard. Raises the failure of the first case that breaks an invariant, shrunk and saved."""
         judge = self.judge(kernel)
         relations = tuple(item.id for item in judge.invariants if item.relation)
-        drawn = STRATEGIES[kernel.operation.name](kernel.declared, self.runner.arena.limits, relations)
+        shapes = () if self.device == "cpu" else shapes_of(self.seed, kernel.name, index)
+        drawn = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.limits, relations, shapes)
         statistics = Statistics(kernel.name, kernel.operation.name)
         found: list[tuple[Case, Verdict]] = []
         started = time.perf_counter()

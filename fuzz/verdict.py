@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagefuzz.fuzz.known import Entry, explanation
-from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.run import Observer
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
 from pagefuzz.oracles.invariant import Invariant, Violation, invariants_of
@@ -26,8 +26,9 @@ class Verdict:
     kind: pass, violation, not repeatable, unsupported, oracle disagreement, known failure. invariant, violation: the
     one that is named, for a violation or a known failure. also: the ids of the others that the case breaks. judged: the
     ids that were asked, relations only where the case paid for them. loose: the tolerance says little about this case.
-    runs: of the kernel. reason: a sentence, for the kinds that have no violation. known: the broken ids that an entry
-    explains, which are all of them for a known failure, and never the named one for a violation.
+    runs: of the kernel. reason: a sentence, for the kinds that have no violation. ended: "crashed", "hung" or "out of
+    memory" where the case's own run ended its process. known: the broken ids that an entry explains, which are all of
+    them for a known failure, and never the named one for a violation.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Verdict:
     loose: bool = False
     runs: int = 0
     reason: str = ""
+    ended: str = ""
     known: Mapping[str, Entry] = field(default_factory=dict)
 
     @property
@@ -60,7 +62,7 @@ class _Runs:
     """The runs of one case and its twins; each happens when it is first looked at. An equal twin of two invariants runs
     once; a twin that equals the case itself is run again, for that is what it is for."""
 
-    def __init__(self, kernel: Kernel, case: Case, runner: Runner) -> None:
+    def __init__(self, kernel: Kernel, case: Case, runner: Observer) -> None:
         self.kernel, self.case, self.runner = kernel, case, runner
         self.known: dict[Case, Observation] = {}
         self.count = 0
@@ -106,7 +108,7 @@ class _Observations(Mapping[str, Observation]):
 class Judge:
     """Judges cases of one kernel on one runner. known: the known failures of this kernel."""
 
-    def __init__(self, kernel: Kernel, runner: Runner, known: Sequence[Entry] = ()) -> None:
+    def __init__(self, kernel: Kernel, runner: Observer, known: Sequence[Entry] = ()) -> None:
         self.kernel, self.runner, self.known = kernel, runner, known
         self.invariants = invariants_of(kernel.operation.name)
 
@@ -129,7 +131,7 @@ class Judge:
             case.check()
             check_oracles(case, declared)
             runs = _Runs(self.kernel, case, self.runner)
-            runs.observe(case)
+            ended = runs.observe(case).ended
         except InvalidCase as invalid:
             return Verdict(UNSUPPORTED, reason=str(invalid))
         except OracleDisagreement as fault:
@@ -140,6 +142,8 @@ class Judge:
         if asked is not None:
             first = [item for item in applicable if item.id in asked]
             paid = set(first)
+        if ended:  # there is nothing to look at but that, and each twin might cost another process
+            applicable = first = [item for item in applicable if item.of_ended_runs]
         violated: dict[Invariant, Violation] = {}
         known: dict[str, Entry] = {}
         for item in first:
@@ -162,8 +166,8 @@ class Judge:
         unknown = [item for item in violated if item.id not in known]
         named = min(unknown or violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
-        kind = VIOLATION if unknown else KNOWN
-        return Verdict(kind, named, violated[named], also, judged, loose, runs.count, known=known)
+        kind, ended = VIOLATION if unknown else KNOWN, ended.partition(":")[0]
+        return Verdict(kind, named, violated[named], also, judged, loose, runs.count, ended=ended, known=known)
 
     def _known(self, item: Invariant, found: Violation, case: Case) -> dict[str, Entry]:
         """The entry that explains a violation, by the invariant's id, if there is one."""

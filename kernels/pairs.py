@@ -59,6 +59,7 @@ def _one_after_the_other(write: Kernel, decode: Kernel) -> Callable[..., Any]:
         write.call(key, value, k_cache, v_cache, slot_mapping)
         return decode.call(q, k_cache, v_cache, block_tables, context_lens, scale)
 
+    write_then_decode.parts = (write.call, decode.call)  # type: ignore[attr-defined]  # whose kernels it runs
     return write_then_decode
 
 

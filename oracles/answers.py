@@ -225,9 +225,9 @@ def element_words(case: Any, name: str, element: int) -> str:
     """An element of a buffer, or of the tensor of that name, as a person looks for it."""
     tensors = arguments_of(case).tensors
     tensor = next((each for each in tensors.values() if each.buffer.name == name), tensors.get(name))
-    where = f"{name}, element {element}"
     if tensor is None:
-        return where
+        return name
+    where = f"{name}, element {element}"
     buffer = tensor.buffer
     if name != buffer.name:
         element += tensor.offset
@@ -245,8 +245,7 @@ def element_words(case: Any, name: str, element: int) -> str:
 
 def unfinished(twin: Observation, what: str) -> Violation:
     """That a twin did not finish where the case itself did."""
-    seen = f"raised {twin.raised}" if twin.raised else str(twin.wild or twin.misreturned)
-    return Violation(f"{seen} {what}", "it runs, as it does without that")
+    return Violation(f"{twin.instead} {what}", "it runs, as it does without that")
 
 
 def bits_differ(

@@ -37,7 +37,7 @@ class EmptyIsDefined(Invariant):
         if case.rows_of_call() == 0:
             if run.finished and not run.changes:
                 return None
-            seen = f"raised {run.raised}" if run.raised else str(run.wild or run.misreturned or "memory changed")
+            seen = run.instead or "memory changed"
             return Violation(seen, "nothing to do: it returns an empty result and changes nothing")
         if run.finished and declared.empty == "zeros":
             assert run.output is not None

@@ -46,7 +46,7 @@ class RejectsWhatIsForbidden(Invariant):
                 continue
             if run.raised is None:
                 wrong = (stray_change(twin, run) or first_difference(twin, run, declared)) if alike else None
-                instead = wrong.seen if wrong else str(run.wild or run.misreturned or "a result of another shape")
+                instead = wrong.seen if wrong else run.instead or "a result of another shape"
                 return Violation(f"{fault}: no error{asked}, and then {instead}", right, wrong.where if wrong else "")
             if run.raised.inside_launch:
                 return Violation(f"{fault}: raised {run.raised} inside the launch{asked}", right)

@@ -37,7 +37,8 @@ class Invariant(ABC):
     id: I1, I2, ...; what the reports, `Case.relations` and the mutants call it. statement: one line. operations: those
     that it speaks of; empty for all. relation: True if it needs a second run on every case; then only the cases that
     draw it pay for it. always: True for a relation that has something to say about the case's own run too: it is asked
-    of every case, and its twins are among the observations of those that pay. rank: when a case breaks several
+    of every case, and its twins are among the observations of those that pay. of_ended_runs: True if it is asked of a
+    run that ended with its process, of which nothing else is known. rank: when a case breaks several
     invariants, the one with the lowest rank is named (10: nothing else can be trusted; 20 to 60: a specific cause; 80
     and up: something is wrong somewhere).
 
@@ -49,6 +50,7 @@ class Invariant(ABC):
     operations: ClassVar[tuple[str, ...]] = ()
     relation: ClassVar[bool] = False
     always: ClassVar[bool] = False
+    of_ended_runs: ClassVar[bool] = False
     rank: ClassVar[int] = 50
     exception: ClassVar[type[InvariantViolated]] = InvariantViolated
 

@@ -88,7 +88,9 @@ class Output:
 class Observation:
     """One run.
 
-    raised, wild: how it ended early, if it did. output: the returned tensor; misreturned: a sentence on what was
+    raised, wild: how it ended early, if it did. ended: how the process of the kernel ended, or was ended, instead of
+    giving a result, and then nothing else is known: "crashed: signal 11, SIGSEGV", "hung: no result within 10 s".
+    output: the returned tensor; misreturned: a sentence on what was
     returned instead of what the contract says ("" if right). changes: by buffer. watched: for each buffer the bits of
     the element runs that the case asked to see afterwards. loads, stores: by tensor, the elements (from its first one)
     that traced launches read and wrote; None where accesses could not be traced. touched: by buffer, the runs of bytes
@@ -106,11 +108,17 @@ class Observation:
     stores: dict[str, np.ndarray] | None = None
     touched: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     race: Race | None = None
+    ended: str = ""
+
+    @property
+    def instead(self) -> str:
+        """What came instead of the result of a run that did not finish."""
+        return f"raised {self.raised}" if self.raised else str(self.wild or self.ended or self.misreturned)
 
     @property
     def finished(self) -> bool:
         """Whether the kernel returned what the contract says, right or wrong."""
-        return self.raised is None and self.wild is None and not self.misreturned
+        return self.raised is None and self.wild is None and not self.misreturned and not self.ended
 
     def same_result(self, other: Observation) -> bool:
         """Whether both runs finished with the same bits, in the output and in the watched elements."""

@@ -14,7 +14,7 @@ CASES: dict[str, type[Case]] = {
     "paged_decode_attention": paged_decode_attention.PagedDecodeAttentionCase,
     "write_then_decode": write_then_decode.WriteThenDecodeCase,
 }
-# operation -> cases(declared, limits, relations), a Hypothesis strategy
+# operation -> cases(declared, limits, relations, shapes), a Hypothesis strategy
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "slot_mapping": slot_mapping.cases,
     "reshape_and_cache": reshape_and_cache.cases,

@@ -23,6 +23,7 @@ BLOCK_SIZES = (4, 2, 16, 1, 3, 4, 8, 2, 16, 5, 32, 12)
 POISON_ORDER = ("zeros", "nan", "tenant", "nan", "largest", "infinity", "nan_and_garbage", "minus_infinity", "smallest")
 FRESH_ORDER = ("nan", "zeros", "nan", "tenant", "largest", "nan", "infinity", "minus_infinity", "smallest")
 ORDERS = (0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 3, 0, 0, 4)  # of programs; `Case.order`
+LARGE_SHARE = 1 / 32  # of the cases are large along one axis
 ONE_IN_6 = (False,) * 5 + (True,)
 # Of the values, and of what there are many of: lengths, the order of blocks, tokens. A choice for each would cost more;
 # and since Hypothesis copies a choice to where it made another like it, large cases would come more often.
@@ -53,6 +54,11 @@ def sizes(declared: Declaration, what: str, preferred: tuple[int, ...]) -> tuple
     return pool + extra
 
 
+def large_sizes(declared: Declaration, what: str, sizes: tuple[int, ...]) -> list[int]:
+    """Those of `sizes` that the kernel declares."""
+    return [size for size in sizes if declared.supports_size(what, size)]
+
+
 def fewer_heads(heads: int, block: int) -> int:
     """As many kv heads as a case holds that fills sixteen blocks of `block` elements a head, `heads` at the most."""
     return max(1, min(heads, MAX_ELEMENTS // (16 * block)))
@@ -63,6 +69,12 @@ def one_of_each(*tables: tuple[Any, ...]) -> st.SearchStrategy[tuple[Any, ...]]:
     together = tuple(product(*tables))
     assert len(together) <= MOST_TOGETHER, f"{len(together)} combinations are not drawn evenly: use two choices"
     return st.sampled_from(together)
+
+
+def shape_of(draw: st.DrawFn, chance: Random, shapes: tuple[int, ...]) -> Random:
+    """What chooses a case's shape, which is what a compiled kernel is compiled for: dtypes, numbers of heads, head dim,
+    block size, layouts. `chance`, so that each case has its own; or one of the seeds `shapes`, where there are some."""
+    return Random(draw(st.sampled_from(shapes))) if shapes else chance
 
 
 _HOW_MANY = st.sampled_from((0, 0, 0, 0, 0, 0, 1, 2, 2))

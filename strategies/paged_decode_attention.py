@@ -41,6 +41,9 @@ POSITIONS = 1 << 20  # token id = sequence * POSITIONS + position
 DRAWN_VALUES = (
     *("ordinary", "large_logits", "ordinary", "shifted_rows", "large_values", "ascending_rows", "low_scores"),
 )
+# Some cases are large along one axis, and small otherwise: what kernels do in tiles of 64 shows in no small case.
+LARGE = ("tokens", "sequences", "kv heads", "group", "head dim")
+SCALES = (0.0, 1.0, 0.0, 0.5, 0.125)  # 0 stands for 1 / sqrt(D)
 # Drawn by no strategy: the special values of I3 and I5, and those of the relations whose runs may add in other orders.
 PROBES = ("rows_modulo", "rows_quotient", "heads_by_value", "heads_by_key")
 NEEDLES = "needles"
@@ -486,36 +489,51 @@ def _fits(values: str, declared: Declaration) -> bool:
 
 
 def cases(
-    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = (), shapes: tuple[int, ...] = ()
 ) -> st.SearchStrategy[PagedDecodeAttentionCase]:
-    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for. `shapes`:
+    seeds; with them every case has the shape that one of them gives (draws.shape_of)."""
     empty = declared.empty != "never"
     poisons = MODEST_POISONS if declared.unowned == "finite" else draws.POISON_ORDER
-    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, declared.index_dtypes)
-    heads = draws.one_of_each((1, 2, 1, 2, 3, 4), draws.sizes(declared, "group_sizes", draws.GROUP_SIZES))
-    # scales: 0 stands for 1 / sqrt(D)
-    dims = draws.one_of_each(draws.sizes(declared, "head_dims", draws.HEAD_DIMS), (0.0, 1.0, 0.0, 0.5, 0.125))
-    block_sizes = st.sampled_from(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES))
+    group_sizes = draws.sizes(declared, "group_sizes", draws.GROUP_SIZES)
+    head_dims = draws.sizes(declared, "head_dims", draws.HEAD_DIMS)
+    block_sizes = draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES)
     counts = draws.one_of_each((2,) * 10 + (1,) * 6 + (3,) * 5 + (4,) * 2 + (0,), (0, 0, 1, 3))
     contents = draws.one_of_each(poisons, tuple(values for values in DRAWN_VALUES if _fits(values, declared)))
-    paddings = st.sampled_from(("none", "one", "none", "a head", "keys and values"))
 
     @st.composite
     def drawn(draw: st.DrawFn) -> PagedDecodeAttentionCase:
         seed = draw(draws.SEEDS)
         chance = Random(seed)
-        dtype, index_dtype, length_dtype = draw(dtypes)
-        num_kv_heads, group_size = draw(heads)
-        head_dim, scale = draw(dims)
-        block_size = draw(block_sizes)
+        shape = draws.shape_of(draw, chance, shapes)
+        dtype = shape.choice(declared.dtypes)
+        index_dtype, length_dtype = shape.choice(declared.index_dtypes), shape.choice(declared.index_dtypes)
+        num_kv_heads, group_size = shape.choice((1, 2, 1, 2, 3, 4)), shape.choice(group_sizes)
+        head_dim, block_size = shape.choice(head_dims), shape.choice(block_sizes)
+        large = shape.choice(LARGE) if shape.random() < draws.LARGE_SHARE else ""
+        if large == "kv heads":
+            num_kv_heads, group_size = shape.choice((6, 8, 9)), min(group_sizes)
+        elif large in ("group", "head dim", "tokens"):
+            num_kv_heads = 1
+        if large == "group":
+            group_size = shape.choice(draws.large_sizes(declared, "group_sizes", (16, 17)) or [group_size])
+        if large == "head dim":
+            head_dim = shape.choice(draws.large_sizes(declared, "head_dims", (192, 256)) or [head_dim])
+        k_layout, v_layout = cache_layouts(shape, declared, head_dim)
         num_kv_heads = draws.fewer_heads(num_kv_heads, block_size * head_dim)
+        q_padding = shape.choice((0, 1, 0, head_dim, 2 * num_kv_heads * head_dim))
         count, table_padding = draw(counts)
         # Three pages at least, however large; no more tokens than the loop oracle walks in a few milliseconds.
         tokens = max(TOKEN_VALUES // (num_kv_heads * group_size * head_dim), 2 * block_size + 1)
         most = min(max(4 * block_size, 24), max(160, 2 * block_size + 1), tokens)
         count = min(count, max(tokens // (block_size + 1), 1))
         lengths = [context_length(chance, block_size, most, empty) for _ in range(count)]
-        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
+        if large == "tokens":
+            most = min(40 * block_size, 1100, max(4 * TOKEN_VALUES // (group_size * head_dim), most))
+            lengths = [chance.randint(most // 2 + 1, most)]
+        elif large == "sequences":
+            short = 2 * block_size
+            lengths = [context_length(chance, block_size, short, empty) for _ in range(chance.choice((5, 8, 9)))]
         case = PagedDecodeAttentionCase(
             block_size=block_size,
             num_blocks=1,
@@ -534,7 +552,6 @@ def cases(
             limits,
             int32=index_dtype == "int32",
         )
-        q_paddings = {"none": 0, "one": 1, "a head": head_dim, "keys and values": 2 * num_kv_heads * head_dim}
         poison, values = draw(contents)
         return replace(
             case,
@@ -543,8 +560,8 @@ def cases(
             table_padding=table_padding if declared.table_strides == "any" else 0,
             index_dtype=index_dtype,
             group_size=group_size,
-            scale=scale or head_dim**-0.5,
-            q_padding=q_paddings[draw(paddings)] if declared.token_strides == "any" else 0,
+            scale=chance.choice(SCALES) or head_dim**-0.5,
+            q_padding=q_padding if declared.token_strides == "any" else 0,
             length_dtype=length_dtype,
             dtype=dtype,
             poison=poison,

@@ -338,36 +338,37 @@ class ReshapeAndCacheCase(WithCaches):
 
 
 def cases(
-    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = (), shapes: tuple[int, ...] = ()
 ) -> st.SearchStrategy[ReshapeAndCacheCase]:
-    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for. `shapes`:
+    seeds; with them every case has the shape that one of them gives (draws.shape_of)."""
     strided = declared.token_strides == "any"
-    dtypes = draws.one_of_each(declared.dtypes, declared.index_dtypes, (False, True))
-    dims = draws.one_of_each(
-        draws.sizes(declared, "head_dims", draws.HEAD_DIMS), ("ordinary", "bit_patterns", "ordinary", "signed_zeros")
-    )
-    blocks = draws.one_of_each(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES), (1, 2, 1, 2, 3, 4, 5, 8))
+    head_dims = draws.sizes(declared, "head_dims", draws.HEAD_DIMS)
+    block_sizes = draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES)
     counts = st.sampled_from((2,) * 5 + (1, 3) * 4 + (4, 5, 6) * 2 + (0, MANY))
     pools = draws.one_of_each((1, 0, 2, 5), draws.ONE_IN_6, (FAR_ELEMENTS, 2 * FAR_ELEMENTS, FAR_ELEMENTS))
     negatives = draws.one_of_each(
         ("nowhere", "first", "last", "any", "nowhere", "any", "everywhere", "last"),
         ("-1",) if declared.negative_slots == "minus_one" else ("-1", "-1", "-2", "a block", "garbage", "least"),
     )
-    gap = ("none", "one", "none", "a head", "three rows", "two")
-    paddings = draws.one_of_each(gap, gap)
     contents = draws.one_of_each(draws.POISON_ORDER, (0, 0, 0, 1, 3))
 
     @st.composite
     def drawn(draw: st.DrawFn) -> ReshapeAndCacheCase:
         seed = draw(draws.SEEDS)
         chance = Random(seed)
-        dtype, index_dtype, fused = draw(dtypes)
-        head_dim, values = draw(dims)
-        block_size, num_kv_heads = draw(blocks)
+        shape = draws.shape_of(draw, chance, shapes)
+        dtype, index_dtype = shape.choice(declared.dtypes), shape.choice(declared.index_dtypes)
+        head_dim, block_size = shape.choice(head_dims), shape.choice(block_sizes)
+        num_kv_heads, fused = shape.choice((1, 2, 1, 2, 3, 4, 5, 8)), shape.choice((False, True))
+        k_layout, v_layout = cache_layouts(shape, declared, head_dim)
+        gaps = ("none", "one", "none", "a head", "three rows", "two")
+        paddings = shape.choice(gaps), shape.choice(gaps)
         num_kv_heads = draws.fewer_heads(num_kv_heads, 2 * block_size * head_dim)
         count = min(draw(counts), max(1, MAX_ELEMENTS // (8 * block_size * num_kv_heads * head_dim) - 1))
+        if chance.random() < draws.LARGE_SHARE and num_kv_heads * head_dim * block_size <= 512:
+            count = chance.choice((33, 64, 130))
         spare, far, distance = draw(pools)
-        k_layout, v_layout = cache_layouts(chance, declared, head_dim)
         case = ReshapeAndCacheCase(
             block_size=block_size,
             num_blocks=1,
@@ -403,7 +404,7 @@ def cases(
             }[where]
             slots = [negative if t in chosen else slot for t, slot in enumerate(slots)]
         widths = {"none": 0, "one": 1, "two": 2, "a head": head_dim, "three rows": 3 * case.row}
-        key_padding, value_padding = (widths[name] for name in draw(paddings))
+        key_padding, value_padding = (widths[name] for name in paddings)
         poison, extra_rows = draw(contents)
         return replace(
             case,
@@ -415,7 +416,7 @@ def cases(
             fused=fused and strided,
             index_dtype=index_dtype,
             dtype=dtype,
-            values=values,
+            values=chance.choice(("ordinary", "bit_patterns", "ordinary", "signed_zeros")),
             poison=poison,
             fresh=chance.choice(draws.FRESH_ORDER),
             seed=seed,

@@ -194,19 +194,22 @@ class SlotMappingCase(Paged):
             yield replace(self, token_dtype="int64")
 
 
-def cases(declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()) -> st.SearchStrategy[SlotMappingCase]:
-    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for."""
+def cases(
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = (), shapes: tuple[int, ...] = ()
+) -> st.SearchStrategy[SlotMappingCase]:
+    """Cases inside what the kernel declares. `relations`: the ids of the invariants that a case may pay for. `shapes`:
+    seeds; with them every case has the shape that one of them gives (draws.shape_of)."""
     negative = {"any": (-1, -1, -2, -GARBAGE), "minus_one": (-1,), "never": ()}[declared.negative_slots]
-    blocks = draws.one_of_each(draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES), (0, 0, 1, 3))
+    block_sizes = draws.sizes(declared, "block_sizes", draws.BLOCK_SIZES)
     counts = draws.one_of_each((2,) * 5 + (1,) * 4 + (3,) * 2 + (4,) * 2 + (0,), (2, 1, 3, 5, 0, 4))
-    dtypes = draws.one_of_each(declared.index_dtypes, declared.index_dtypes)
 
     @st.composite
     def drawn(draw: st.DrawFn) -> SlotMappingCase:
         chance = Random(draw(draws.SEEDS))
-        block_size, table_padding = draw(blocks)
+        shape = draws.shape_of(draw, chance, shapes)
+        block_size = shape.choice(block_sizes)
+        index_dtype, token_dtype = shape.choice(declared.index_dtypes), shape.choice(declared.index_dtypes)
         count, many = draw(counts)
-        index_dtype, token_dtype = draw(dtypes)
         lengths = [context_length(chance, block_size, 96, True) for _ in range(count)]
         rows, num_blocks = sequences(
             draw, chance, lengths, block_size, block_size, 1, Limits(2**62), int32=index_dtype == "int32"
@@ -232,7 +235,7 @@ def cases(declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
             block_size=block_size,
             num_blocks=num_blocks,
             sequences=rows,
-            table_padding=table_padding if declared.table_strides == "any" else 0,
+            table_padding=chance.choice((0, 0, 1, 3)) if declared.table_strides == "any" else 0,
             index_dtype=index_dtype,
             tokens=tuple(tokens),
             token_dtype=token_dtype,

@@ -106,9 +106,10 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
 
 
 def cases(
-    declared: Declaration, limits: Limits, relations: tuple[str, ...] = ()
+    declared: Declaration, limits: Limits, relations: tuple[str, ...] = (), shapes: tuple[int, ...] = ()
 ) -> st.SearchStrategy[WriteThenDecodeCase]:
-    """Cases inside what both kernels declare. `relations`: the ids of the invariants that a case may pay for."""
+    """Cases inside what both kernels declare. `relations`: the ids of the invariants that a case may pay for. `shapes`:
+    seeds; with them every case has the shape that one of them gives (draws.shape_of)."""
 
     def with_new_tokens(case: PagedDecodeAttentionCase) -> WriteThenDecodeCase:
         known = {item.name: getattr(case, item.name) for item in fields(case)}
@@ -119,4 +120,4 @@ def cases(
             return replace(found, index_dtype="int64")
         return found.elsewhere(found.in_pool())
 
-    return paged_decode_attention.cases(declared, limits, relations).map(with_new_tokens)
+    return paged_decode_attention.cases(declared, limits, relations, shapes).map(with_new_tokens)

@@ -457,7 +457,7 @@ def dying_slots(block_tables, seq_ids, positions, block_size):
     return good_slots(block_tables, seq_ids, positions, block_size)
 """
     write(tmp_path, "dying.py", GOOD + BAD.replace(TINY, "") + dying)
-    options = ("--adapter", "dying.py", "--hypothesis-profile", "tiny", "-n", "2")
+    options = ("--adapter", "dying.py", "--hypothesis-profile", "tiny", "-n", "2", "--no-isolate")
     done = pytest_in(tmp_path, *options, "--kernel", "bad*", "--kernel", "dying*")
     assert done.code == 1, done.text
     assert re.search(r"worker 'gw\d' crashed while running '.*test_slot_mapping\[dying_slots-000\]'", done.text)

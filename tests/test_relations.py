@@ -256,7 +256,7 @@ EXPECTED = [
         {},
         (
             "out[0, 0, 0] = -0",
-            "-0.223937988, give or take 2.66e-07; the kernel is right with block size 4",
+            "-0.223937988, give or take 2.66e-07; the kernel is right with block size 32",
             "sequence 0 (context length 1), head 0, dim 0; 8 of 8 elements are wrong",
         ),
         id="only_small_pages",
@@ -267,7 +267,7 @@ EXPECTED = [
         "I12",
         {},
         (
-            ("out[0, 0, 0] = 67.0000076 (0x42860001) with block size 2, 67 (0x42860000) with block size 4"),
+            ("out[0, 0, 0] = 67.0000076 (0x42860001) with block size 2, 67 (0x42860000) with block size 32"),
             "the same bits; they differ in the last bit; the oracle says 67",
             (
                 "sequence 0 (context length 1), head 0, dim 0; 4 of its 4 elements differ; the values are "

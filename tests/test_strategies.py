@@ -378,7 +378,7 @@ def test_few_drawn_cases_are_loose() -> None:
 @each_operation
 def test_relations_are_drawn_out_of_those_offered(operation: str) -> None:
     counts = Counter(len(case.relations) for case in drawn(operation))
-    assert set(counts) == {0, 1, 2} and min(counts.values()) > 200
+    assert set(counts) == {0, 1, 2} and min(counts.values()) > 150
     assert {id for case in drawn(operation) for id in case.relations} == set(RELATIONS)
 
 
@@ -468,7 +468,8 @@ def test_every_declared_size_is_drawn() -> None:
     assert all_of("two dtypes", "dtype") == {"bfloat16", "float32"}
     for field, preferred in (("head_dim", HEAD_DIMS), ("block_size", BLOCK_SIZES)):
         assert {getattr(case, field) for case in drawn(WRITE)} == set(preferred)
-    assert {case.group_size for case in drawn(DECODE)} == set(GROUP_SIZES)
+    assert {case.group_size for case in drawn(DECODE)} == {*GROUP_SIZES, 16, 17}  # of large cases
+    assert {case.head_dim for case in drawn(DECODE)} == {*HEAD_DIMS, 192, 256}
 
 
 def test_what_stays_allowed_is_still_drawn() -> None:

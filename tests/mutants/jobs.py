@@ -76,7 +76,7 @@ def drawn(judge: Judge, seed: int, examples: int, look: Callable[[Case], bool]) 
 
     kernel = judge.kernel
     relations = tuple(item.id for item in judge.invariants if item.relation)
-    cases = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.arena.limits, relations)
+    cases = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.limits, relations)
     enough = False
 
     def ask(case: Case) -> bool:

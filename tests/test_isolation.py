@@ -1,0 +1,581 @@
+"""Kernels that crash, hang, leave or eat the memory: each is a finding like another, and harms nobody else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagefuzz.fuzz.arena import EVERY, CpuArena
+from pagefuzz.fuzz.drawing import each_case
+from pagefuzz.fuzz.isolation import Isolated, in_a_fork, is_checked_first
+from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.saved import read
+from pagefuzz.fuzz.session import Session, load_own
+from pagefuzz.fuzz.shrink import shrink
+from pagefuzz.fuzz.verdict import VIOLATION, Judge
+from pagefuzz.kernels.operations import OPERATIONS
+from pagefuzz.kernels.pairs import with_pairs
+from pagefuzz.kernels.registry import Declaration, Kernel, registered
+from pagefuzz.kernels.torch_slot_mapping import torch_slot_mapping
+from pagefuzz.oracles.observation import Observation
+from pagefuzz.strategies import STRATEGIES
+from pagefuzz.strategies.case import Case, InvalidCase, Sequence, arguments_of
+from pagefuzz.strategies.number_formats import ITEMSIZE
+from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
+from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
+from pagefuzz.tests.commands import TREE, counts, environ, failures, group, pytest_in
+from pagefuzz.tests.killing import runner
+
+LIBC = ctypes.CDLL(None)
+
+
+def one_token(position: int, blocks: int = 4) -> SlotMappingCase:
+    sequence = Sequence(tuple(range(blocks)), (), blocks)
+    return SlotMappingCase(block_size=1, num_blocks=blocks, sequences=(sequence,), tokens=(Token(0, position),))
+
+
+def isolated(call: Callable[..., Any], **more: Any) -> Isolated:
+    kernel = Kernel("under test", OPERATIONS["slot_mapping"], call, Declaration())
+    return Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True), **more)
+
+
+def observe(runs: Isolated, case: Case) -> Observation:
+    (kernel,) = runs.kernels.values()
+    return runs.observe(kernel, case)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Isolated]]:
+    """Makes isolated kernels, whose processes end with the test."""
+    made: list[Isolated] = []
+
+    def make(call: Callable[..., Any], **more: Any) -> Isolated:
+        made.append(isolated(call, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def at(position: int, act: Callable[[], object]) -> Callable[..., torch.Tensor]:
+    """The right slot mapping, but for a token at `position`."""
+
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if (positions == position).any():
+            act()
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+    return slots
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+FATAL: dict[str, tuple[Callable[[], object], str]] = {
+    "reads": (lambda: ctypes.string_at(8, 4), r"crashed: signal 11, SIGSEGV \(at test_isolation\.py, line \d+\)$"),
+    "writes": (lambda: ctypes.memset(8, 1, 4), r"crashed: signal 11, SIGSEGV \(at test_isolation\.py, line \d+\)$"),
+    "aborts": (os.abort, r"crashed: signal 6, SIGABRT \(at test_isolation\.py, line \d+\)$"),
+    "leaves": (lambda: os._exit(0), r"crashed: exit status 0$"),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"crashed: signal 9, SIGKILL$"),
+    "says why": (
+        lambda: (os.write(2, b"free(): invalid pointer\n"), os.abort()),
+        r"crashed: signal 6, SIGABRT \(at test_isolation\.py, line \d+\): free\(\): invalid pointer$",
+    ),
+    "closes all": (lambda: os.closerange(3, 4096), r"crashed: exit status 70$"),
+    "spins": (_spin, r"hung: no result within 0\.5 s \(at test_isolation\.py, line \d+\)$"),
+    "pauses": (lambda: LIBC.pause(), r"hung: no result within 0\.5 s \(at test_isolation\.py, line \d+\)$"),
+    "pauses, deaf": (
+        lambda: (signal.signal(signal.SIGABRT, signal.SIG_IGN), LIBC.pause()),
+        r"hung: no result within 0\.5 s$",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FATAL)
+def test_what_ends_the_process_is_observed_and_the_next_case_runs(what: str, started: Callable[..., Isolated]) -> None:
+    act, said = FATAL[what]
+    runs = started(at(2, act), limit=0.5)
+    for _ in range(3):
+        assert observe(runs, one_token(1)).finished
+        assert runs.worker is not None
+        before = runs.worker.pid
+        seen = observe(runs, one_token(2))
+        assert not seen.finished and re.search(said, seen.ended), seen.ended
+        assert not Path(f"/proc/{before}").exists()
+    assert observe(runs, one_token(3)).finished
+
+
+def test_a_kernel_that_hangs_at_once_has_the_time_of_a_warm_up_once(started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, _spin), limit=0.2)
+    assert observe(runs, one_token(2)).ended.startswith("hung: no result within 0.6 s")
+    assert observe(runs, one_token(2)).ended.startswith("hung: no result within 0.2 s")
+
+
+def test_shrinking_has_less_patience_and_an_end(started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, _spin), limit=30.0)
+    assert observe(runs, one_token(1)).finished
+    with runs.hurried() as tired:
+        assert observe(runs, one_token(2)).ended.startswith("hung: no result within 1 s")
+        assert not tired()
+        runs.lost += 60.0
+        assert tired()
+    with runs.hurried() as tired:
+        assert not tired()
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, np.ndarray):
+        return mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+    if is_dataclass(mine):
+        return all(same(getattr(mine, item.name), getattr(theirs, item.name)) for item in fields(mine))
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list | tuple):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return bool(mine == theirs)
+
+
+@pytest.mark.parametrize("name", ["torch_slot_mapping", "triton_reshape_and_cache", "torch_paged_decode_attention"])
+def test_an_isolated_run_is_observed_as_any_other(name: str) -> None:
+    load_own()
+    kernel = registered()[name]
+    runs = Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True))
+    seen: list[Case] = []
+
+    def look(case: Case) -> None:
+        seen.append(case)
+        try:
+            expected = runner().observe(kernel, case)
+        except InvalidCase as invalid:
+            with pytest.raises(InvalidCase, match=re.escape(str(invalid))):
+                runs.observe(kernel, case)
+            return
+        found = runs.observe(kernel, case)
+        assert same(found, expected), case.one_line()
+
+    try:
+        assert runs.limits == runner().limits
+        each_case(STRATEGIES[kernel.operation.name](kernel.declared, runner().limits, ()), 40, 5, look)
+        assert runs.worker is not None and len(seen) == 40
+    finally:
+        runs.close()
+
+
+def test_a_case_that_does_not_fit_is_invalid_there_too(started: Callable[..., Isolated]) -> None:
+    runs = started(lambda *arguments: None)
+    many = ReshapeAndCacheCase(num_kv_heads=1, head_dim=1, block_size=1, num_blocks=2**60, slots=(0,))
+    with pytest.raises(InvalidCase, match="more than the"):
+        observe(runs, many)
+
+
+def test_memory_has_a_limit_and_raises(started: Callable[..., Isolated]) -> None:
+    def eat() -> None:
+        kept = []
+        while True:
+            kept.append(bytearray(1 << 24))
+
+    runs = started(at(2, eat), memory=1 << 28)
+    assert observe(runs, one_token(1)).finished
+    raised = observe(runs, one_token(2)).raised
+    assert raised is not None and raised.type == "MemoryError"
+    assert observe(runs, one_token(3)).finished
+
+
+def test_memory_that_an_earlier_case_kept_accuses_no_later_one(started: Callable[..., Isolated]) -> None:
+    kept: list[bytearray] = []
+
+    def eat() -> None:
+        for size in (1 << 24, 1 << 16, 1 << 8):
+            while True:
+                try:
+                    kept.append(bytearray(size))
+                except MemoryError:
+                    break
+
+    runs = started(at(2, eat), memory=1 << 28)
+    assert observe(runs, one_token(1)).finished
+    observe(runs, one_token(2))
+    assert observe(runs, one_token(3)).finished
+
+
+def test_a_child_of_the_kernel_that_comes_back_answers_nothing(started: Callable[..., Isolated]) -> None:
+    runs = started(at(2, os.fork))
+    for _ in range(3):
+        assert observe(runs, one_token(2)).finished
+        assert observe(runs, one_token(1)).finished
+
+
+def test_what_a_kernel_prints_is_not_lost(started: Callable[..., Isolated], capfd: pytest.CaptureFixture[str]) -> None:
+    runs = started(at(2, lambda: (print("from Python"), os.write(2, b"from C\n"))))
+    assert observe(runs, one_token(2)).finished
+    assert capfd.readouterr() == ("from Python\n", "from C\n")
+
+
+def test_the_arena_of_the_run_is_out_of_reach(started: Callable[..., Isolated]) -> None:
+    arena = runner().arena
+    assert isinstance(arena, CpuArena) and not arena._populated()
+    runs = started(at(2, lambda: ctypes.memset(arena.base + arena.size // 2, 1, 1)))
+    observe(runs, one_token(2))
+    assert not arena._populated()
+
+
+# ---- guard pages
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_an_access_right_behind_a_block_table_is_a_crash_that_names_it(
+    blocks: int, reads: bool, started: Callable[..., Isolated]
+) -> None:
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if (positions == 2).any():
+            behind = block_tables.data_ptr() + block_tables.numel() * block_tables.element_size()
+            ctypes.string_at(behind, 4) if reads else ctypes.memset(behind, 1, 1)
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+    runs = started(slots)
+    assert observe(runs, one_token(1, blocks)).finished
+    ended = observe(runs, one_token(2, blocks)).ended
+    assert re.fullmatch(
+        r"crashed: signal 11, SIGSEGV \(at test_isolation\.py, line \d+\), at what lies right behind block_tables",
+        ended,
+    )
+    with runs.hurried():
+        assert observe(runs, one_token(2, blocks)).ended.endswith(")")
+    assert observe(runs, one_token(3, blocks)).finished
+
+
+def test_ends_are_as_near_to_the_guard_pages_as_alignment_allows() -> None:
+    load_own()
+    arena = CpuArena()
+    arena.guarded = EVERY
+    gaps: dict[str, set[int]] = {}
+
+    def look(case: Case) -> None:
+        try:
+            arguments = arguments_of(case)
+            placed = arena.place(arguments)
+        except InvalidCase:
+            assert not arena.guards
+            return
+        starts = {buffer.name: start for start, buffer in arena.places}
+        guarded = [buffer for buffer in arguments.buffers if not buffer.is_cache and buffer.size]
+        assert len(arena.guards) == len(guarded)
+        for buffer in guarded:
+            end = starts[buffer.name] + buffer.size * ITEMSIZE[buffer.dtype]
+            guard = min(guard for guard in arena.guards if guard >= end)
+            gaps.setdefault(buffer.dtype, set()).add(guard - end)
+            assert starts[buffer.name] % (16 if "int" in buffer.dtype else 64) == 0
+        assert not arena.changes() and not arena.touched() and len(placed) == len(arguments.values)
+        arena.forget()
+        assert not arena._populated() and not arena.guards
+
+    kernel = registered()["torch_paged_decode_attention"]
+    each_case(STRATEGIES[kernel.operation.name](kernel.declared, arena.limits, ()), 60, 5, look)
+    assert {"int32", "int64", "float32", "float16", "bfloat16"} <= gaps.keys()
+    assert all(0 in found and max(found) < (16 if "int" in dtype else 64) for dtype, found in gaps.items()), gaps
+
+
+# ---- verdicts
+
+
+def judge_of(call: Callable[..., Any], **more: Any) -> Judge:
+    runs = isolated(call, **more)
+    (kernel,) = runs.kernels.values()
+    return Judge(kernel, runs)
+
+
+def test_a_crash_is_named_alone_and_shrinks_to_a_crash() -> None:
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if (positions >= 2).any():
+            os.abort()
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size) + 1  # I4, in any smaller case
+
+    judge = judge_of(slots)
+    verdict = judge.verdict(one_token(3, blocks=6))
+    assert (verdict.kind, verdict.named, verdict.also, verdict.ended) == (VIOLATION, "I0", (), "crashed")
+    assert verdict.judged == ("I0",) and verdict.runs == 1
+    case, final = shrink(judge, one_token(3, blocks=6), verdict)
+    assert isinstance(case, SlotMappingCase)
+    assert final.ended == "crashed" and [token.position for token in case.tokens] == [2]
+    assert final.violation is not None and final.violation.seen.startswith("crashed: signal 6, SIGABRT")
+    assert isinstance(judge.runner, Isolated)
+    judge.runner.close()
+
+
+def test_wrong_numbers_do_not_shrink_to_a_crash() -> None:
+    def slots(block_tables: Any, seq_ids: Any, positions: Any, block_size: int) -> torch.Tensor:
+        if (positions < 2).any():
+            os.abort()
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size) + 1
+
+    judge = judge_of(slots)
+    verdict = judge.verdict(one_token(3, blocks=6))
+    assert verdict.named == "I4" and not verdict.ended
+    case, final = shrink(judge, one_token(3, blocks=6), verdict)
+    assert isinstance(case, SlotMappingCase)
+    assert final.named == "I4" and [token.position for token in case.tokens] == [2]
+    assert isinstance(judge.runner, Isolated)
+    judge.runner.close()
+
+
+# ---- which kernels
+
+
+def test_what_is_checked_before_it_happens_stays_in_the_process_and_nothing_else_does(tmp_path: Path) -> None:
+    load_own()
+    own = with_pairs(registered())
+    assert [name for name, kernel in own.items() if is_checked_first(kernel)] == [
+        "triton_reshape_and_cache",
+        "triton_paged_decode_attention",
+        "triton_reshape_and_cache+triton_paged_decode_attention",
+    ]
+    other = Kernel("other", OPERATIONS["slot_mapping"], at(2, os.abort), Declaration())
+    assert not is_checked_first(other)
+    write = registered()["triton_reshape_and_cache"]
+    session = Session("cpu", 1, 0, own, tmp_path)
+    assert not session.is_isolated(write) and session.is_isolated(other)
+    assert Session("cpu", 1, 0, own, tmp_path, isolate=True).is_isolated(write)
+    assert not Session("cpu", 1, 0, own, tmp_path, isolate=False).is_isolated(other)
+    assert Session("cuda", 1, 0, own, tmp_path).is_isolated(write)  # compiled, nothing is checked
+
+
+ADAPTER = """
+import ctypes, os, time
+from hypothesis import settings
+from pagefuzz import kernel
+from pagefuzz.kernels.torch_slot_mapping import torch_slot_mapping
+
+settings.register_profile("tiny", max_examples=20, deadline=None)
+settings.register_profile("more", max_examples=100, deadline=None)
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype = ctypes.c_void_p
+
+def spin():
+    while True:
+        pass
+
+def eat():
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 24))
+
+def eat_in_c():
+    while True:
+        ctypes.memset(LIBC.malloc(ctypes.c_size_t(1 << 24)), 1, 4096)
+
+def planted(name, act):
+    def slots(block_tables, seq_ids, positions, block_size):
+        if (positions >= 2).any():
+            act()
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+    kernel("slot_mapping", name=name)(slots)
+
+planted("reads", lambda: ctypes.string_at(8, 4))
+planted("writes", lambda: ctypes.memset(8, 1, 4))
+planted("aborts", os.abort)
+planted("leaves", lambda: os._exit(0))
+planted("spins", spin)
+planted("pauses", lambda: LIBC.pause())
+planted("eats", eat)
+planted("eats_in_c", eat_in_c)
+planted("good", lambda: None)
+
+@kernel("slot_mapping")
+def wrong(block_tables, seq_ids, positions, block_size):
+    return torch_slot_mapping(block_tables, seq_ids, positions, block_size) + 1
+
+@kernel("slot_mapping")
+def says_who(block_tables, seq_ids, positions, block_size):
+    with open("who", "w") as file:
+        file.write(str(os.getpid() == int(os.environ["THE_RUN"])))
+    return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+@kernel("slot_mapping")
+def waits(block_tables, seq_ids, positions, block_size):
+    with open(f"waits-{os.getpid()}", "w"):
+        pass
+    if len(positions):
+        time.sleep(1000)
+    return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+
+os.environ["THE_RUN"] = str(os.getpid())
+"""
+PLANTED = {
+    "reads": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
+    "writes": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
+    "aborts": r"crashed: signal 6, SIGABRT \(at adapter\.py, line \d+\)",
+    "leaves": r"crashed: exit status 0",
+    "spins": r"hung: no result within 1 s \(at adapter\.py, line \d+\)",
+    "pauses": r"hung: no result within 1 s \(at adapter\.py, line \d+\)",
+    "eats": r"raised MemoryError: .*\(at adapter\.py, line \d+\)",
+    "eats_in_c": r"crashed: signal 11, SIGSEGV \(at adapter\.py, line \d+\)",
+}
+LIMITS = ("--case-limit", "1", "--memory-limit", "0.25", "--hypothesis-profile", "tiny")
+
+
+@pytest.mark.parametrize(("workers", "planted"), [("0", ("reads", "leaves", "eats_in_c")), ("2", tuple(PLANTED))])
+def test_each_planted_end_is_shrunk_saved_and_replayed_and_harms_nobody(
+    workers: str, planted: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter.py").write_text(dedent(ADAPTER))
+    chosen = [part for name in (*planted, "good", "wrong") for part in ("--kernel", name)]
+    options = ("--adapter", "adapter.py", *LIMITS, *chosen, "-n", workers)
+    done = pytest_in(tmp_path, *options)
+    assert done.code == 1 and counts(done.text) == {"failed": len(planted) + 1, "passed": 1}, done.text
+    assert "I4 violated by wrong: " in done.text and "Fatal Python error" not in done.text
+    saved = {read(path)[0].kernel: read(path) for path in failures(tmp_path)}
+    assert saved.keys() == {*planted, "wrong"}
+    for name in planted:
+        said = PLANTED[name]
+        report = done.text[done.text.index(f"I0 violated by {name}: a case inside the declaration runs") :]
+        assert re.match(said, re.split(r"\n  seen +", report)[1]), report
+        kept, case = saved[name]
+        assert kept.invariant == "I0" and re.match(said, kept.seen)
+        assert isinstance(case, SlotMappingCase) and case.block_size == 1 and len(case.sequences) == 1
+        assert [token.position for token in case.tokens] == [2], name
+    again = pytest_in(tmp_path, "--replay", ".pagefuzz/failures", "--adapter", "adapter.py", *LIMITS, "-n", workers)
+    assert again.code == 1 and counts(again.text) == {"failed": len(planted) + 1}, again.text
+    for name in planted:
+        assert f"still fails: I0 violated by {name}" in again.text
+
+
+@pytest.mark.parametrize(("option", "here"), [("--isolate", "False"), ("--no-isolate", "True"), ("", "False")])
+def test_the_options_choose(option: str, here: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter.py").write_text(dedent(ADAPTER))
+    options = ("--adapter", "adapter.py", *LIMITS, "--kernel", "says_who", *filter(None, [option]))
+    done = pytest_in(tmp_path, *options)
+    assert done.code == 0, done.text
+    assert (tmp_path / "who").read_text() == here
+    assert f"in processes of their own: {'none' if here == 'True' else 'all'}" in done.text
+
+
+def test_the_command_of_a_report_has_the_options_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "adapter.py").write_text(dedent(ADAPTER))
+    done = pytest_in(tmp_path, "--adapter", "adapter.py", *LIMITS, "--isolate", "--kernel", "wrong")
+    assert done.command("again").endswith("--adapter adapter.py --isolate --case-limit 1 --memory-limit 0.25")
+
+
+@pytest.mark.parametrize("option", ["--case-limit=soon", "--case-limit=0", "--memory-limit=nan"])
+def test_a_wrong_limit_gets_one_sentence(option: str, tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, option)
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    name, _, value = option.partition("=")
+    assert done.text.strip() == f"ERROR: {name} {value}: should be a number above 0."
+
+
+def test_a_crash_that_does_not_come_back_is_not_repeatable(tmp_path: Path) -> None:
+    once = """
+    @kernel("slot_mapping")
+    def once(block_tables, seq_ids, positions, block_size):
+        if not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), 9)
+        return torch_slot_mapping(block_tables, seq_ids, positions, block_size)
+    """
+    (tmp_path / "adapter.py").write_text(dedent(ADAPTER) + dedent(once))
+    done = pytest_in(tmp_path, "--adapter", "adapter.py", *LIMITS, "--kernel", "once")
+    assert done.code == 1 and "not repeatable: once broke I0 once" in done.text, done.text
+    assert done.command("seen") == "crashed: signal 9, SIGKILL"
+
+
+def test_a_device_is_looked_for_in_a_fork_where_kernels_are_isolated(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "--isolate", "--device", "meta")
+    assert done.code == pytest.ExitCode.USAGE_ERROR and done.text.startswith("ERROR: --device meta: "), done.text
+    in_a_fork(lambda: None)
+    with pytest.raises(RuntimeError, match=r"^no such device$"):
+        in_a_fork(partial(_raise, ValueError("no such device")))
+    with pytest.raises(RuntimeError, match=r"^the check ended with -6$"):
+        in_a_fork(os.abort)
+
+
+# ---- interrupted runs
+
+
+def run_that_waits(folder: Path, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that has saved a failure of `wrong` and now waits for a kernel; and the processes that wait."""
+    (folder / "adapter.py").write_text(dedent(ADAPTER))
+    chosen = ("--adapter", "adapter.py", "--kernel", "waits", "--kernel", "wrong", "--hypothesis-profile", "tiny")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TREE / "fuzz"), "--case-limit", "500"]
+    run = subprocess.Popen(
+        [*command, *chosen, *options],
+        cwd=folder,
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(600):
+        if list(folder.glob("waits-*")) and failures(folder):
+            break
+        time.sleep(0.1)
+    waiting = [int(path.name.partition("-")[2]) for path in folder.glob("waits-*")]
+    assert waiting and failures(folder)
+    return run, waiting
+
+
+def all_gone(run: subprocess.Popen[str], waiting: list[int]) -> str:
+    """What the run printed. Neither its group nor the processes of its kernels may be there soon after."""
+    try:
+        text, _ = run.communicate(timeout=60)
+        for _ in range(50):
+            left = [pid for pid in {*waiting, *group(run.pid)} if Path(f"/proc/{pid}").exists()]
+            if not left:
+                return text
+            time.sleep(0.1)
+        raise AssertionError(f"left processes {left} behind:\n{text}")
+    finally:
+        for pid in group(run.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_leaves_no_process_and_keeps_what_was_saved(
+    workers: str, how: signal.Signals, tmp_path: Path
+) -> None:
+    run, waiting = run_that_waits(tmp_path, "-n", workers)
+    os.kill(run.pid, how)  # the run alone: at a terminal all of its group is interrupted
+    all_gone(run, waiting)
+    assert run.returncode == (pytest.ExitCode.INTERRUPTED if how == signal.SIGINT else -how)
+    assert [read(path)[0].kernel for path in failures(tmp_path)] == ["wrong"]
+
+
+def test_a_killed_worker_of_xdist_takes_its_kernel_along(tmp_path: Path) -> None:
+    run, waiting = run_that_waits(tmp_path, "-n", "2")
+    parent = int(Path(f"/proc/{waiting[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent != run.pid
+    os.kill(parent, signal.SIGKILL)
+    for _ in range(100):
+        if not Path(f"/proc/{waiting[0]}").exists():
+            break
+        time.sleep(0.1)
+    assert not Path(f"/proc/{waiting[0]}").exists()
+    os.killpg(run.pid, signal.SIGINT)
+    all_gone(run, [*waiting, *(int(path.name.partition("-")[2]) for path in tmp_path.glob("waits-*"))])
+    assert [read(path)[0].kernel for path in failures(tmp_path)] == ["wrong"]
