@@ -45,9 +45,10 @@ class DeviceArena(Arena):
         """Have memory of its own behind every byte of `windows`."""
 
     def _elsewhere(self) -> Runs:
-        """Where a stray write is looked for, outside of all windows: everywhere, if it may have gone far."""
-        is_large = any(buffer.size * ITEMSIZE[buffer.dtype] > SMALL for _, buffer in self.places)
-        return [(0, self.size)] if is_large else []
+        """Where a stray write is looked for, outside of all windows: near them, and everywhere if it may go far."""
+        if any(buffer.size * ITEMSIZE[buffer.dtype] > SMALL for _, buffer in self.places):
+            return [(0, self.size)]
+        return _merged([(max(0, first - SMALL), min(self.size, last + SMALL)) for first, last in self.windows])
 
     def _fill(self, start: int, buffer: Buffer) -> None:
         self.pieces += [(first, data) for first, data in self._pieces(start, buffer) if len(data)]

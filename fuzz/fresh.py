@@ -1,6 +1,7 @@
 """A process for kernels that shares nothing with the one that asked for it: `python fresh.py SOCKET WORDS`.
 
-For adapters whose import uses the device, since no fork can use it after that. It loads the same adapters again.
+For adapters whose import uses the device, or starts threads: a fork could not use the one, and would not have the
+others. It loads the same adapters again.
 """
 
 import importlib.util
@@ -20,19 +21,23 @@ def main() -> None:
     sys.modules["pagefuzz"] = module
     spec.loader.exec_module(module)
 
-    from pagefuzz.fuzz.isolation import received, serve
-    from pagefuzz.fuzz.session import device_runner, load_adapter, load_own
+    from pagefuzz.fuzz.isolation import received, send, serve
+    from pagefuzz.fuzz.session import UsageError, load_adapter, load_own, runner_on
     from pagefuzz.kernels.pairs import with_pairs
     from pagefuzz.kernels.registry import registered
 
     asked, words = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     recipe = received(asked)
     sys.path[:] = recipe.path
-    for adapter in recipe.adapters:
-        load_adapter(adapter)
-    load_own()
+    try:
+        for adapter in recipe.adapters:
+            load_adapter(adapter)
+        load_own()
+    except UsageError as error:
+        send(asked, ("fault", str(error)))
+        return
     kernels = with_pairs(registered())
-    serve(asked, words, recipe.parent, kernels, lambda: device_runner(recipe.device, recipe.workers), None)
+    serve(asked, words, recipe.parent, kernels, lambda: runner_on(recipe.device, recipe.workers), recipe.memory)
 
 
 if __name__ == "__main__":

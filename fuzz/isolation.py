@@ -5,7 +5,8 @@ the other, until it dies, takes too long, or the run ends. Cases go to it and ob
 nobody else has; judging, shrinking and saving stay where they were. Linux only, as the arena is.
 
 On a device the parent leaves the device alone, since a fork could not use it then. Where an adapter's import has used
-it, the process is a fresh Python that loads the adapters again (fuzz/fresh.py).
+it, or has started threads, which no fork has, the process is a fresh Python that loads the adapters again
+(fuzz/fresh.py).
 
 On the CPU a page that cannot be accessed lies right behind every tensor that is no cache.
 """
@@ -43,7 +44,7 @@ CASE_LIMIT = 10.0  # seconds that one run of the kernel may take
 WARM_UP = 3.0  # times that, for the first one, which may have to compile
 START = 120.0  # seconds for a process to make its arena
 LEAST_HURRIED, TIMES_SLOWEST = 1.0, 20.0  # while shrinking: seconds, or so many times the slowest run that ended
-PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer than that, or never end
+PATIENCE = 60.0  # seconds that a shrinking may spend on runs that take longer than that, or never end, and on starts
 SHORTAGES = ("out of memory", "too many resources", "CUDA error: unknown error", "ALLOC_FAILED")
 LAST_WORDS = 300  # characters of what a dead process said last
 PR_SET_PDEATHSIG = 1
@@ -63,12 +64,14 @@ def is_checked_first(kernel: Kernel) -> bool:
 @dataclass(frozen=True)
 class Recipe:
     """What a fresh Python has to know to run the same kernels. device: a torch device string. adapters: as --adapter
-    takes them. path: of Python's imports. workers: processes that share the device. parent: the process that asks."""
+    takes them. path: of Python's imports. workers: processes that share the device. memory: as for a forked process.
+    parent: the process that asks."""
 
     device: str
     adapters: tuple[str, ...]
     path: tuple[str, ...]
     workers: int
+    memory: int | None
     parent: int
 
 
@@ -135,7 +138,7 @@ class Isolated:
                 if what.ended:
                     self.close()
                 if not second and self.served > 1 and _is_shortage(what):
-                    self.close()  # of a device that others use too, or of what earlier cases took: a fresh process tells
+                    self.close()  # of what a device has for all, or of what earlier cases took: a fresh process tells
                     continue
                 return what if self.hurry or "SIGSEGV" not in what.ended else self._past_the_end(kernel, case, what)
             if kind == "invalid":
@@ -167,6 +170,7 @@ class Isolated:
     def _started(self) -> _Worker:
         if self.worker is None or self.worker.is_dead():
             self.close()
+            began = time.monotonic()
             recipe = self.fresh()
             worker = self.worker = _Worker(lambda *ends: self._begun(recipe, *ends))
             names = ", ".join(self.kernels)
@@ -180,9 +184,10 @@ class Isolated:
                 raise RuntimeError(f"the process for {names} did not start: {said}") from None
             if kind != "ready":
                 self.close()
-                raise RuntimeError(f"the process for {names} could not make its arena:\n{what}")
+                raise RuntimeError(f"the process for {names} could not begin:\n{what}")
             self.known = self.known or what
             self.served = 0
+            self.lost += time.monotonic() - began
         return self.worker
 
     def _begun(self, recipe: Recipe | None, mine: socket.socket, theirs: socket.socket, words: int) -> int:
@@ -252,7 +257,7 @@ class _Worker:
     def send(self, message: object) -> None:
         """Raises _Died."""
         try:
-            _send(self.socket, message)
+            send(self.socket, message)
         except OSError:
             raise _Died from None
 
@@ -354,7 +359,7 @@ def _line(said: str) -> str:
     return ""
 
 
-def _send(to: socket.socket, message: object) -> None:
+def send(to: socket.socket, message: object) -> None:
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     to.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -401,9 +406,9 @@ def serve(
         if memory is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
-        _send(asked, ("ready", runner.limits))
+        send(asked, ("ready", runner.limits))
     except Exception:
-        _send(asked, ("fault", traceback.format_exc()))
+        send(asked, ("fault", traceback.format_exc()))
         os._exit(0)
     me = os.getpid()
     while True:
@@ -422,7 +427,7 @@ def serve(
             os.lseek(words, 0, os.SEEK_SET)
             os.sendfile(said, words, 0, size)
             os.ftruncate(words, 0)
-        _send(asked, answer)
+        send(asked, answer)
 
 
 def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:

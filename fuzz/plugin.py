@@ -90,7 +90,9 @@ def _session(config: pytest.Config) -> Any:
 
     device = _device(config.getoption("--device"), apart=config.getoption("--isolate") is not False)
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
+    threads = len(os.listdir("/proc/self/task"))
     loaded = [sessions.load_adapter(adapter) for adapter in adapters]
+    has_threads = len(os.listdir("/proc/self/task")) > threads
     known = registered()
     sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
     if not adapters or config.getoption("--replay"):
@@ -129,6 +131,7 @@ def _session(config: pytest.Config) -> Any:
         named=bool(patterns),
         known=sessions.load_known(loaded, device),
         adapters=tuple(adapters),
+        has_threads=has_threads,
         isolate=isolate,
         worker=int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
         workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),

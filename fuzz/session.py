@@ -66,16 +66,20 @@ def device_module(device: str) -> Any:
         return None
 
 
-def device_runner(place: str, sharing: int) -> Runner:
+def runner_on(place: str, sharing: int) -> Runner:
     """Runs cases on a device that is shared by so many processes.
 
     Raises RuntimeError where there is too little memory for that.
     """
     import torch
 
+    from pagefuzz.fuzz.arena import CpuArena
     from pagefuzz.fuzz.cuda_arena import CudaArena
     from pagefuzz.fuzz.device_arena import DeviceArena, arena_bytes
 
+    torch.set_num_threads(1)  # the workers share the cores already
+    if place == "cpu":
+        return Runner(CpuArena(), interpreted=os.environ.get("TRITON_INTERPRET") == "1")
     device, module = torch.device(place), device_module(place)
     if device.index is not None and hasattr(module, "set_device"):
         module.set_device(device)  # kernels launch on the current one
@@ -240,9 +244,10 @@ class Session:
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
     shell reads them. named: whether --kernel chose. known: the failures that are not red. adapters: as --adapter names
-    them. isolate: whether kernels run in processes of their own; None: all but pagefuzz's own interpreted ones do.
-    case_limit: seconds that one run may take there. memory_limit: bytes that such a process may take, on the CPU.
-    worker, workers: which of how many processes of this run this one is. started: when, in seconds of time.time().
+    them. has_threads: whether their import left threads, which a fork would not have. isolate: whether kernels run in
+    processes of their own; None: all but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take
+    there. memory_limit: bytes that such a process may take, on the CPU. worker, workers: which of how many processes of
+    this run this one is. started: when, in seconds of time.time().
     """
 
     device: str
@@ -255,6 +260,7 @@ class Session:
     named: bool = False
     known: tuple[Entry, ...] = ()
     adapters: tuple[str, ...] = ()
+    has_threads: bool = False
     isolate: bool | None = None
     case_limit: float = CASE_LIMIT
     memory_limit: int = field(default_factory=memory_for_one)
@@ -278,25 +284,27 @@ class Session:
         import torch
 
         torch.set_num_threads(1)  # a pool of threads does not survive the fork
+        name, kernels = kernel.name, [kernel]
         if self.device != "cpu":  # one process for all: a device takes seconds to start, and memory
-            if not self.isolated:
-                everybody = {**with_pairs(registered()), **self.kernels}.values()
-                self.isolated[""] = Isolated(everybody, self.make_runner, self.case_limit, None, self._recipe)
-            return self.isolated[""]
-        if kernel.name not in self.isolated:
-            self.isolated[kernel.name] = Isolated([kernel], self.make_runner, self.case_limit, self.memory_limit)
-        self.isolated.move_to_end(kernel.name)
+            name, kernels = "", list({**with_pairs(registered()), **self.kernels}.values())
+        if name not in self.isolated:
+            made = Isolated(kernels, self.make_runner, self.case_limit, self._memory(), self._recipe)
+            self.isolated[name] = made
+        self.isolated.move_to_end(name)
         for idle in list(self.isolated.values())[:-MOST_PROCESSES]:
             idle.close()
-        return self.isolated[kernel.name]
+        return self.isolated[name]
+
+    def _memory(self) -> int | None:
+        return self.memory_limit if self.device == "cpu" else None  # a driver maps more than there is
 
     def _recipe(self) -> Recipe | None:
-        """For a fresh Python, where an adapter has used the device and no fork can."""
-        module = device_module(self.device)
-        if not getattr(module, "is_initialized", lambda: False)():
+        """For a fresh Python, where a fork will not do."""
+        is_used = getattr(device_module(self.device), "is_initialized", lambda: False)
+        if not self.has_threads and (self.device == "cpu" or not is_used()):
             return None
         place, sharing = self._place()
-        return Recipe(place, self.adapters, tuple(sys.path), sharing, os.getpid())
+        return Recipe(place, self.adapters, tuple(sys.path), sharing, self._memory(), os.getpid())
 
     def _place(self) -> tuple[str, int]:
         """The device of this process, dealt round robin where --device names none of several, and by how many processes
@@ -317,14 +325,7 @@ class Session:
         return self.make_runner()
 
     def make_runner(self) -> Runner:
-        import torch
-
-        torch.set_num_threads(1)  # the workers share the cores already
-        if self.device == "cpu":
-            from pagefuzz.fuzz.arena import CpuArena
-
-            return Runner(CpuArena(), interpreted=os.environ.get("TRITON_INTERPRET") == "1")
-        return device_runner(*self._place())
+        return runner_on(*self._place())
 
     def shards(self, operation: str) -> list[tuple[str, int, int]]:
         """(kernel, shard, examples) of every item of an operation."""

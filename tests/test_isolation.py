@@ -14,15 +14,17 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pagefuzz.fuzz import plugin
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, in_a_fork, is_checked_first
+from pagefuzz.fuzz.isolation import Isolated, Recipe, in_a_fork, is_checked_first
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
 from pagefuzz.fuzz.session import Session, load_own
@@ -579,3 +581,113 @@ def test_a_killed_worker_of_xdist_takes_its_kernel_along(tmp_path: Path) -> None
     os.killpg(run.pid, signal.SIGINT)
     all_gone(run, [*waiting, *(int(path.name.partition("-")[2]) for path in tmp_path.glob("waits-*"))])
     assert [read(path)[0].kernel for path in failures(tmp_path)] == ["wrong"]
+
+
+THREADED = """
+import queue, threading
+from hypothesis import settings
+from pagefuzz import kernel
+from pagefuzz.kernels.torch_slot_mapping import torch_slot_mapping
+
+settings.register_profile("tiny", max_examples=20, deadline=None)
+asked, answers = queue.Queue(), queue.Queue()
+
+def work():
+    while True:
+        answers.put(torch_slot_mapping(*asked.get()))
+
+threading.Thread(target=work, daemon=True).start()
+
+@kernel("slot_mapping")
+def threaded(*arguments):
+    asked.put(arguments)
+    return answers.get()
+
+@kernel("slot_mapping")
+def threaded_and_wrong(*arguments):
+    return threaded(*arguments) + 1
+"""
+
+
+def test_a_kernel_that_needs_the_threads_of_its_import_has_them(tmp_path: Path) -> None:
+    (tmp_path / "adapter.py").write_text(dedent(THREADED))
+    done = pytest_in(tmp_path, "--adapter", "adapter.py", *LIMITS)
+    assert done.code == 1 and counts(done.text) == {"failed": 1, "passed": 1}, done.text
+    assert "I4 violated by threaded_and_wrong: " in done.text
+
+
+def fresh(adapter: Path, device: str = "cpu") -> Recipe:
+    path = (str(adapter.parent), *sys.path)
+    return Recipe(device, (str(adapter),), path, workers=1, memory=None, parent=os.getpid())
+
+
+def test_a_fresh_process_runs_what_the_adapters_register(tmp_path: Path) -> None:
+    adapter = tmp_path / "named.py"
+    adapter.write_text(
+        "import os\nfrom pagefuzz import kernel\n"
+        "@kernel('slot_mapping')\ndef named(tables, ids, positions, size):\n"
+        "    if (positions == 2).any():\n        os.abort()\n    return (positions + os.getppid()).long()\n"
+    )
+    kernel = Kernel("named", OPERATIONS["slot_mapping"], lambda *arguments: None, Declaration())
+    runs = Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True), fresh=lambda: fresh(adapter))
+    try:
+        for _ in range(2):
+            output = observe(runs, one_token(1)).output
+            assert output is not None and output.bits.tolist() == [1 + os.getpid()]
+            assert observe(runs, one_token(2)).ended == "crashed: signal 6, SIGABRT (at named.py, line 6)"
+    finally:
+        runs.close()
+
+
+def test_a_fresh_process_that_cannot_load_an_adapter_says_why(tmp_path: Path) -> None:
+    adapter = tmp_path / "broken.py"
+    adapter.write_text("raise ValueError('only once')\n")
+    runs = isolated(lambda *arguments: None, fresh=lambda: fresh(adapter))
+    with pytest.raises(RuntimeError, match=r"could not begin:\n.*broken\.py, line 1: ValueError: only once"):
+        observe(runs, one_token(1))
+
+
+def test_a_shortage_counts_only_in_a_fresh_process(started: Callable[..., Isolated]) -> None:
+    ran = []
+
+    def tight() -> None:
+        ran.append(1)
+        if len(ran) > 1:  # in this process
+            _raise(RuntimeError("CUDA error: too many resources requested for launch"))
+
+    runs = started(at(2, tight))
+    assert observe(runs, one_token(2)).finished and observe(runs, one_token(2)).finished
+    short = started(at(2, lambda: _raise(RuntimeError("CUDA error: out of memory"))))
+    assert observe(short, one_token(1)).finished
+    assert str(observe(short, one_token(2)).raised).startswith("RuntimeError: CUDA error: out of memory (at ")
+
+
+def test_devices_are_dealt_round_robin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("device_count", 2), ("is_initialized", False)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+
+    def places(device: str, workers: int) -> list[tuple[str, int]]:
+        return [Session(device, 1, 0, {}, tmp_path, worker=w, workers=workers)._place() for w in range(workers)]
+
+    assert places("cuda", 3) == [("cuda:0", 2), ("cuda:1", 2), ("cuda:0", 2)]
+    assert places("cuda:1", 3) == [("cuda:1", 3)] * 3
+    assert places("cpu", 2) == [("cpu", 2)] * 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert places("cuda", 2) == [("cuda", 2)] * 2
+
+
+def test_n_auto_starts_no_more_workers_than_take_turns_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(getoption=lambda name: "cuda")
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    monkeypatch.setattr(plugin, "_device", lambda asked, apart: asked)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for count in (1, 2, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert plugin.pytest_xdist_auto_num_workers(config) == 8 * count if count < 8 else 64
+    config.getoption = lambda name: "cuda:1"
+    assert plugin.pytest_xdist_auto_num_workers(config) == 8
+    config.getoption = lambda name: "cpu"
+    assert plugin.pytest_xdist_auto_num_workers(config) is None  # xdist counts the cores
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")
+    config.getoption = lambda name: "cuda"
+    assert plugin.pytest_xdist_auto_num_workers(config) is None

@@ -34,6 +34,7 @@ SLOTS, WRITE, DECODE = "slot_mapping", "reshape_and_cache", "paged_decode_attent
 BOTH = "write_then_decode"
 RELATIONS = ("I2", "I7", "I8")
 DEFAULT = Declaration()
+STRIDED = Declaration(cache_layouts=("contiguous", "strided"))
 
 each_operation = pytest.mark.parametrize("operation", STRATEGIES)
 each_paged = pytest.mark.parametrize("operation", [SLOTS, DECODE, BOTH])
@@ -385,6 +386,37 @@ def test_relations_are_drawn_out_of_those_offered(operation: str) -> None:
 @each_operation
 def test_the_same_seed_draws_the_same(operation: str) -> None:
     assert draw(operation, DEFAULT, 30, 7) == draw(operation, DEFAULT, 30, 7) != draw(operation, DEFAULT, 30, 8)
+
+
+SHAPE = ("dtype", "index_dtype", "length_dtype", "token_dtype", "num_kv_heads", "group_size", "head_dim", "block_size")
+STRIDES = ("k_layout", "v_layout", "q_padding", "key_padding", "value_padding", "fused")
+
+
+@each_operation
+def test_cases_of_a_pool_of_shapes_have_those_and_differ_in_all_else(operation: str) -> None:
+    for pool in ((3,), (3, 4, 5)):
+        cases: list[Any] = []
+        each_case(STRATEGIES[operation](STRIDED, Limits(), RELATIONS, pool), 150, 1, cases.append)
+        shapes = {tuple(getattr(case, name, None) for name in (*SHAPE, *STRIDES)) for case in cases}
+        most = len(pool) * (2 if operation == BOTH else 1)  # whose slots may want int64 where blocks do not
+        assert 0 < len(shapes) <= most and (len(pool) == 1 or len(shapes) > 1)
+        assert len({replace(case, seed=0) for case in cases}) > 100
+        assert {id for case in cases for id in case.relations} == set(RELATIONS)
+
+
+def test_some_cases_are_large_along_one_axis() -> None:
+    decodes, writes = drawn(DECODE), drawn(WRITE)
+    large = {
+        "tokens": [case for case in decodes if max(case.context_lens, default=0) > 256],
+        "pages": [case for case in decodes if max(map(len, (row.blocks for row in case.sequences)), default=0) > 32],
+        "sequences": [case for case in decodes if len(case.sequences) > 4],
+        "kv heads": [case for case in decodes if case.num_kv_heads > 4],
+        "group": [case for case in decodes if case.group_size > 12],
+        "head dim": [case for case in decodes if case.head_dim > 128],
+        "tokens of a write": [case for case in writes if len(case.slots) > 18],
+    }
+    assert all(large.values()), {name: len(cases) for name, cases in large.items()}
+    assert sum(map(len, large.values())) < 0.1 * len(decodes)
 
 
 # --------------------------------------------------------------------------------------------------------- declarations
