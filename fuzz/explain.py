@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pagefuzz.fuzz.known import told
 from pagefuzz.fuzz.verdict import Verdict
 from pagefuzz.oracles.invariant import Violation
 from pagefuzz.strategies.case import Case
@@ -24,6 +25,7 @@ def failure_text(
         "",
         *_rows(
             ("also broken", ", ".join(verdict.also)),
+            ("known", "\n".join(told(verdict.known))),
             ("found as", found_as.one_line() if found_as else ""),
             ("shrunk to" if found_as else "case", case.one_line()),
             ("again", command),

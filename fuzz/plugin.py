@@ -98,8 +98,7 @@ def _session(config: pytest.Config) -> Any:
     device = _device(config.getoption("--device"), apart=config.getoption("--isolate") is not False)
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     threads = len(os.listdir("/proc/self/task"))
-    for adapter in adapters:
-        sessions.load_adapter(adapter)
+    loaded = [sessions.load_adapter(adapter) for adapter in adapters]
     has_threads = len(os.listdir("/proc/self/task")) > threads
     known = registered()
     sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
@@ -143,6 +142,7 @@ def _session(config: pytest.Config) -> Any:
         pytest=_pytest(config, home),
         repeat=shlex.join(repeat),
         named=bool(patterns),
+        known=sessions.load_known(loaded, device),
         adapters=tuple(adapters),
         has_threads=has_threads,
         isolate=isolate,
@@ -302,6 +302,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     session = config.stash[SESSION]
     how = "Triton interpreted, bfloat16 corrected" if session.device == "cpu" else "Triton compiled"
     profile = settings.get_current_profile_name()
+    known = sum(1 for entry in session.known if entry.kernels & session.kernels.keys())
     apart = [name for name, kernel in session.kernels.items() if session.is_isolated(kernel)]
     which = "all" if len(apart) == len(session.kernels) else ", ".join(apart) or "none"
     found = versions()
@@ -312,6 +313,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
         f"  in processes of their own: {which}; hung after {session.case_limit:g} s{watched}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+        *([f"  not red: {known} known failures"] if known else []),
     ]
 
 
@@ -385,7 +387,7 @@ def shard(request: pytest.FixtureRequest) -> Any:
 def saved_failure(request: pytest.FixtureRequest) -> Any:
     """One saved case: call it to judge it again."""
     from pagefuzz.fuzz import saved as saving
-    from pagefuzz.fuzz.session import NotJudged
+    from pagefuzz.fuzz.session import KnownFailure, NotJudged
     from pagefuzz.oracles.invariant import InvariantViolated
 
     session, name = request.config.stash[SESSION], request.param
@@ -406,7 +408,7 @@ def saved_failure(request: pytest.FixtureRequest) -> Any:
             request.node.user_properties.append((UNJUDGED, f"{source}: {error}"))
             raise
         except AssertionError as error:
-            if path is not None and not replaying and isinstance(error, InvariantViolated):
+            if path is not None and not replaying and isinstance(error, InvariantViolated | KnownFailure):
                 saving.failed_again(path, wanted)
             request.node.user_properties.append((REPLAYED, f"{source}: {str(error).splitlines()[0]}"))
             raise
@@ -422,7 +424,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Reports of the suite are texts of their own; a traceback would only hide them."""
-    from pagefuzz.fuzz.session import Failed, NotJudged, ShownAlready
+    from pagefuzz.fuzz.session import Failed, KnownFailure, NotJudged, ShownAlready
     from pagefuzz.oracles.invariant import InvariantViolated
 
     report = yield
@@ -431,14 +433,16 @@ def pytest_runtest_makereport(
         getattr(item, "fixturenames", ())
     ):
         report.longrepr = str(error)
-        if isinstance(error, ShownAlready) or (isinstance(error, NotJudged) and not item.config.getoption("--replay")):
+        said = isinstance(error, NotJudged | KnownFailure) and not item.config.getoption("--replay")
+        if isinstance(error, ShownAlready) or said:
             # One report a failure, or the one is lost among its repetitions. And in a fuzz run a saved case that cannot
-            # be judged is said, not failed.
+            # be judged, or is a known failure, is said, not failed.
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from pagefuzz.fuzz.known import known_lines
     from pagefuzz.fuzz.summary import summary
 
     reports = [
@@ -458,6 +462,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if parts:
         terminalreporter.section("pagefuzz")
         terminalreporter.write_line(summary(parts, terminalreporter._tw.fullwidth if terminalreporter.isatty else 120))
+        session = config.stash[SESSION]
+        for line in known_lines(session.known, parts, session.planned()):
+            terminalreporter.write_line(line)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,10 +35,11 @@ from pagefuzz.fuzz.isolation import (
     memory_for_one,
     of_adapters,
 )
+from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read, told
 from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.sanitizer import SHARE, TOOLS, Sanitizer
 from pagefuzz.fuzz.shrink import shrink
-from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
+from pagefuzz.fuzz.verdict import DISAGREEMENT, KNOWN, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
@@ -117,9 +118,16 @@ class NotJudged(Failed):
     """A saved case that could not be judged."""
 
 
+class KnownFailure(Failed):
+    """A saved case that fails as it is known to."""
+
+
 @dataclass
 class Statistics:
-    """What one item did; plain data for the summary."""
+    """What one item did; plain data for the summary.
+
+    known, held: for how many cases each known failure was seen, and for how many its condition held, by label.
+    """
 
     kernel: str
     operation: str
@@ -130,22 +138,35 @@ class Statistics:
     seconds: float = 0.0
     judged: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
 
-    def add(self, case: Case, verdict: Verdict) -> None:
+    def add(self, case: Case, verdict: Verdict, entries: Sequence[Entry]) -> None:
         self.cases += 1
         self.runs += verdict.runs
         self.loose += verdict.loose
         self.judged.update(verdict.judged)
         self.features.update(case.features())
+        self.known.update({entry.label for entry in verdict.known.values()})
+        self.held.update(entry.label for entry in entries if entry.when.holds(case))
 
     def plain(self) -> dict[str, Any]:
-        return {**vars(self), "judged": dict(self.judged), "features": dict(self.features)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
-def load_adapter(name: str) -> None:
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was loaded: its file, if it is one, and the names of the kernels that it registered."""
+
+    file: Path | None
+    kernels: tuple[str, ...]
+
+
+def load_adapter(name: str) -> Adapter:
     """Import an adapter, a file or a module. Raises UsageError in one sentence for whatever goes wrong in it."""
     path = Path(name)
-    before, open_before = len(registered()), channels()
+    before, open_before = registered(), channels()
+    file: str | None = name
     try:
         if os.path.isfile(path):
             digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
@@ -163,7 +184,7 @@ def load_adapter(name: str) -> None:
             what = "this is a directory" if os.path.isdir(path) else "there is no such file"
             raise UsageError(f"--adapter {name}: {what}; name a Python file or an importable module.")
         else:
-            importlib.import_module(name)
+            file = importlib.import_module(name).__file__
     except UsageError:
         raise
     except RegistrationError as error:
@@ -181,8 +202,23 @@ def load_adapter(name: str) -> None:
             said = f"{_line_in(error, path)}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"--adapter {name}{said}") from None
     of_adapters.update(channels() - open_before)
-    if len(registered()) == before:
+    added = tuple(kernel for kernel in registered() if kernel not in before)
+    if not added:
         raise UsageError(f"--adapter {name}: it registers no kernel; decorate one with @pagefuzz.kernel(OPERATION).")
+    return Adapter(Path(file) if file else None, added)
+
+
+def load_known(adapters: Iterable[Adapter], device: str) -> tuple[Entry, ...]:
+    """The known failures that stand beside the adapters. Raises UsageError in one sentence for what is wrong there."""
+    found: list[Entry] = []
+    for adapter in adapters:
+        path = adapter.file.with_suffix(SUFFIX) if adapter.file else None
+        if path is not None and os.path.lexists(path):
+            try:
+                found += read(path, shown(path, Path.cwd()), adapter.kernels, with_pairs(registered()), device)
+            except Unusable as error:
+                raise UsageError(str(error)) from None
+    return tuple(found)
 
 
 def _line_in(error: BaseException, path: Path) -> str:
@@ -220,11 +256,11 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. adapters: as --adapter names them. has_threads: whether their
-    import left threads, which a fork would not have. isolate: whether kernels run in processes of their own; None: all
-    but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take there. memory_limit: bytes that
-    such a process may take, on the CPU. worker, workers: which of how many processes of this run this one is.
-    sanitizer: what watches them, if anything does. started: when, in seconds of time.time().
+    shell reads them. named: whether --kernel chose. known: the failures that are not red. adapters: as --adapter names
+    them. has_threads: whether their import left threads, which a fork would not have. isolate: whether kernels run in
+    processes of their own; None: all but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take
+    there. memory_limit: bytes that such a process may take, on the CPU. worker, workers: which of how many processes of
+    this run this one is. sanitizer: what watches them, if anything does. started: when, in seconds of time.time().
     """
 
     device: str
@@ -235,6 +271,7 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    known: tuple[Entry, ...] = ()
     adapters: tuple[str, ...] = ()
     has_threads: bool = False
     isolate: bool | None = None
@@ -317,15 +354,22 @@ class Session:
             if kernel.operation.name == operation
         ]
 
+    def planned(self) -> Counter[str]:
+        """How many shards of each kernel the whole run has."""
+        return Counter(name for operation in OPERATIONS for name, _, _ in self.shards(operation))
+
     def command(self, what: str) -> str:
         """The command that replays `what`, a word as a shell reads it."""
         return f"{self.pytest} --replay {what} {self.repeat}".rstrip()
+
+    def judge(self, kernel: Kernel) -> Judge:
+        return Judge(kernel, self.runner_for(kernel), entries_of(self.known, kernel.name))
 
     # ---- the items
 
     def fuzz(self, kernel: Kernel, index: int, examples: int) -> Statistics:
         """Fuzz one shard. Raises the failure of the first case that breaks an invariant, shrunk and saved."""
-        judge = Judge(kernel, self.runner_for(kernel))
+        judge = self.judge(kernel)
         relations = tuple(item.id for item in judge.invariants if item.relation)
         shapes = () if self.device == "cpu" else shapes_of(self.seed, kernel.name, index)
         drawn = STRATEGIES[kernel.operation.name](kernel.declared, judge.runner.limits, relations, shapes)
@@ -335,8 +379,8 @@ class Session:
 
         def look(case: Case) -> bool:
             verdict = _verdict(judge, case)
-            statistics.add(case, verdict)
-            if verdict.kind in (PASS, UNSUPPORTED):
+            statistics.add(case, verdict, judge.known)
+            if verdict.kind in (PASS, UNSUPPORTED, KNOWN):
                 return False
             found.append((case, verdict))
             return True
@@ -356,7 +400,7 @@ class Session:
         if verdict.kind == DISAGREEMENT:
             return Failed(f"{verdict.reason}\n{_fault(name, found_as)}")
         assert verdict.violation is not None
-        if _verdict(judge, found_as).kind == PASS:
+        if _verdict(judge, found_as).kind in (PASS, KNOWN):
             token = self.command(saving.token(name, verdict.named, found_as))
             command, _ = self._save(name, NOT_REPEATABLE, found_as, found_as, verdict)
             return Failed(not_repeatable_text(name, found_as, verdict, command or token))
@@ -385,14 +429,13 @@ class Session:
         return self.command(shown(path, self.home)), known
 
     def replay(self, wanted: saving.SavedCase, case: Case, again: str) -> str:
-        """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, or
-        NotJudged."""
+        """Judge a saved case, which `--replay` calls `again`, and say what came of it. Raises the failure, KnownFailure
+        or NotJudged."""
         tool = wanted.seen.partition(":")[0]
         if tool in TOOLS and (self.sanitizer is None or self.sanitizer.tool != tool):
             raise NotJudged(f"unsupported: {tool} has seen it, and nothing else does; add --sanitize {tool}.")
         kernel = self._kernel_for(wanted)
-        judge = Judge(kernel, self.runner_for(kernel))
-        verdict = _verdict(judge, case)
+        verdict = _verdict(self.judge(kernel), case)
         if verdict.kind == UNSUPPORTED:
             raise NotJudged(f"unsupported: {verdict.reason}.")
         if verdict.kind == PASS:
@@ -404,6 +447,8 @@ class Session:
         said = "still fails" if same else f"fails otherwise ({wanted.invariant!r} when it was saved)"
         token = self.command(saving.token(kernel.name, verdict.named, case))
         text = failure_text(kernel.name, case, None, verdict, self.command(again), token)
+        if verdict.kind == KNOWN:
+            raise KnownFailure(f"known failure: {'; '.join(told(verdict.known))}\n{said}: {text}")
         raise verdict.invariant.exception(f"{said}: {text}")
 
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:

@@ -29,7 +29,7 @@ def shrink(judge: Judge, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
         with judge.runner.hurried() as tired:
             case = _smallest(judge, case, verdict, tried, tired)
         final = judge.verdict(case)
-        if final.invariant is None or verdict.invariant is None:
+        if final.kind != VIOLATION or verdict.invariant is None:
             return (found_as if verdict.ended else case), verdict
         if final.rank >= verdict.rank or len(tried) >= MOST_TRIES:
             return case, final

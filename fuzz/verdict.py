@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagefuzz.fuzz.known import Entry, explanation
 from pagefuzz.fuzz.run import Observer
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
@@ -15,18 +16,19 @@ from pagefuzz.oracles.observation import Observation
 from pagefuzz.strategies.case import Case, InvalidCase
 
 PASS, VIOLATION, UNSUPPORTED = "pass", "violation", "unsupported"
-NOT_REPEATABLE, DISAGREEMENT = "not repeatable", "oracle disagreement"
+NOT_REPEATABLE, DISAGREEMENT, KNOWN = "not repeatable", "oracle disagreement", "known failure"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What came of one case.
 
-    kind: pass, violation, not repeatable, unsupported, oracle disagreement. invariant, violation: the one that is
-    named, for a violation. also: the ids of the others that the case breaks. judged: the ids that were asked, relations
-    only where the case paid for them. loose: the tolerance says little about this case. runs: of the kernel. reason: a
-    sentence, for the kinds that have no violation. ended: "crashed", "hung" or "out of memory" where the case's own run
-    ended its process.
+    kind: pass, violation, not repeatable, unsupported, oracle disagreement, known failure. invariant, violation: the
+    one that is named, for a violation or a known failure. also: the ids of the others that the case breaks. judged: the
+    ids that were asked, relations only where the case paid for them. loose: the tolerance says little about this case.
+    runs: of the kernel. reason: a sentence, for the kinds that have no violation. ended: "crashed", "hung" or "out of
+    memory" where the case's own run ended its process. known: the broken ids that an entry explains, which are all of
+    them for a known failure, and never the named one for a violation.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Verdict:
     runs: int = 0
     reason: str = ""
     ended: str = ""
+    known: Mapping[str, Entry] = field(default_factory=dict)
 
     @property
     def named(self) -> str:
@@ -103,10 +106,10 @@ class _Observations(Mapping[str, Observation]):
 
 
 class Judge:
-    """Judges cases of one kernel on one runner."""
+    """Judges cases of one kernel on one runner. known: the known failures of this kernel."""
 
-    def __init__(self, kernel: Kernel, runner: Observer) -> None:
-        self.kernel, self.runner = kernel, runner
+    def __init__(self, kernel: Kernel, runner: Observer, known: Sequence[Entry] = ()) -> None:
+        self.kernel, self.runner, self.known = kernel, runner, known
         self.invariants = invariants_of(kernel.operation.name)
 
     def verdict(self, case: Case, asked: tuple[str, ...] | None = None) -> Verdict:
@@ -114,8 +117,8 @@ class Judge:
 
         Invariants without a second run are always asked, relations if the case pays for them, and those that have
         something to say without one (`Invariant.always`) without their twins if it does not. As soon as one is
-        violated all are asked, and the most specific one is named; with `asked` only those ids are, and the first
-        violated one of the lowest rank is named.
+        violated that no known failure explains, all are asked, and the most specific such one is named; with `asked`
+        only those ids are, and the first violated one of the lowest rank is named.
         """
         with np.errstate(all="ignore"):  # whatever an adapter set: infinities and NaN are the suite's daily bread
             return self._verdict(case, asked)
@@ -142,26 +145,36 @@ class Judge:
         if ended:  # there is nothing to look at but that, and each twin might cost another process
             applicable = first = [item for item in applicable if item.of_ended_runs]
         violated: dict[Invariant, Violation] = {}
+        known: dict[str, Entry] = {}
         for item in first:
             found = self._ask(item, case, runs, with_twins=item in paid)
             if found is not None:
                 violated[item] = found
-                if asked is None:
+                known |= self._known(item, found, case)
+                if asked is None and item.id not in known:
                     break
-        if violated and asked is None:
+        if asked is None and len(known) < len(violated):
             for item in applicable:
                 found = self._ask(item, case, runs) if item not in violated else None
                 if found is not None:
                     violated[item] = found
+                    known |= self._known(item, found, case)
         loose = bool(getattr(answer(case, declared), "loose", False))
         judged = tuple(item.id for item in first if item in paid)
         if not violated:
             return Verdict(PASS, judged=judged, loose=loose, runs=runs.count)
-        named = min(violated, key=lambda item: _rank(item, violated[item]))
+        unknown = [item for item in violated if item.id not in known]
+        named = min(unknown or violated, key=lambda item: _rank(item, violated[item]))
         also = tuple(item.id for item in violated if item is not named)
-        return Verdict(
-            VIOLATION, named, violated[named], also, judged, loose, runs.count, ended=ended.partition(":")[0]
-        )
+        kind, ended = VIOLATION if unknown else KNOWN, ended.partition(":")[0]
+        return Verdict(kind, named, violated[named], also, judged, loose, runs.count, ended=ended, known=known)
+
+    def _known(self, item: Invariant, found: Violation, case: Case) -> dict[str, Entry]:
+        """The entry that explains a violation, by the invariant's id, if there is one."""
+        if not self.known:
+            return {}
+        entry = explanation(self.known, item.id, found, [case, *item.twins(case, self.kernel.declared).values()])
+        return {item.id: entry} if entry else {}
 
     def _ask(self, item: Invariant, case: Case, runs: _Runs, with_twins: bool = True) -> Violation | None:
         twins = item.twins(case, self.kernel.declared) if with_twins else {}

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from pagefuzz.kernels.registry import Declaration
+from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration
 from pagefuzz.strategies.case import Blocks, Name, Padding, Size, WithFloats, first_beyond, require
-from pagefuzz.strategies.number_formats import ITEMSIZE
+from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE
 from pagefuzz.strategies.tensors import Buffer, Tensor, row_major
 
 NHD, HND = "NSHD", "NHSD"
@@ -218,9 +218,19 @@ class WithCaches(WithFloats):
                 return f"block {block}, offset {places[0]}, kv head {places[1]}, dim {places[2]}{which}"
         return f"block {block}, in a gap between its rows"
 
-    def features(self) -> frozenset[str]:
-        gaps = self.cache_kind() == "strided"
-        return super().features() | {"caches strided" if gaps else f"caches {self.cache_kind() or 'dim-strided'}"}
+    def words(self) -> Iterator[tuple[str, bool]]:
+        yield from super().words()
+        mine = self.cache_kind() or "dim-strided"
+        for kind in (*CACHE_LAYOUTS, "dim-strided"):
+            yield f"caches {kind}", mine == kind
+        for form in FORMATS:
+            yield form, self.dtype == form
+        for recipe in self.value_recipes:
+            yield f"values {recipe}", self.values == recipe
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        sizes = {"bs": self.block_size, "N": self.num_blocks, "KVH": self.num_kv_heads, "D": self.head_dim}
+        return {**super().sizes(), **{letters: (size,) for letters, size in sizes.items()}}
 
     def layout_lines(self) -> list[str]:
         if self.cache_kind() == "contiguous":

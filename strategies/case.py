@@ -105,9 +105,17 @@ class Case(ABC):
     def rows_of_call(self) -> int:
         """B or T: 0 means that there is nothing to do."""
 
+    def words(self) -> Iterator[tuple[str, bool]]:
+        """Every word for what a layout of this operation can hold, and whether this one holds it."""
+        yield "programs in another order", self.order != 0
+
     def features(self) -> frozenset[str]:
-        """Words for what the layout holds; the summary counts them."""
-        return frozenset({"programs in another order"} if self.order else ())
+        """The words for what the layout holds; the summary counts them."""
+        return frozenset(word for word, holds in self.words() if holds)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of the call, by the letters of the contract, and n: every context length."""
+        return {}
 
     def simpler(self) -> Iterator[Self]:
         """Cases that a person would find simpler, the boldest steps first."""

@@ -124,27 +124,32 @@ class Paged(Case):
         fill = np.full(self.table_padding, GARBAGE, dtype=rows.dtype)
         return padded_rows("block_tables", self.index_dtype, rows, (self.width,), fill)
 
-    def features(self) -> frozenset[str]:
-        words = set()
+    def words(self) -> Iterator[tuple[str, bool]]:
+        yield from super().words()
         rows, size = self.sequences, self.block_size
-        for word, holds in (
-            ("B = 0", not rows),
-            ("B >= 2", len(rows) >= 2),
-            ("3 pages or more", any(len(row.blocks) >= 3 for row in rows)),
-            ("partial last page", any(row.context_len % size for row in rows)),
-            ("full last page", any(row.context_len and row.context_len % size == 0 for row in rows)),
-            ("context length 0", any(row.context_len == 0 for row in rows)),
-            ("garbage tail", any(row.tail for row in rows)),
-            ("no tail", any(row.blocks and not row.tail for row in rows)),
-            ("shared pages", sum(len(row.blocks) for row in rows) > len(self.owned)),
-            ("offset past 2^31", self.is_far()),
-            ("block size not a power of two", size & (size - 1) != 0),
-            ("narrowed block table", self.table_padding > 0),
-            ("int32 index", self.index_dtype == "int32"),
-        ):
-            if holds:
-                words.add(word)
-        return super().features() | words
+        yield "B = 0", not rows
+        yield "B >= 2", len(rows) >= 2
+        yield "3 pages or more", any(len(row.blocks) >= 3 for row in rows)
+        yield "partial last page", any(row.context_len % size for row in rows)
+        yield "full last page", any(row.context_len and row.context_len % size == 0 for row in rows)
+        yield "context length 0", any(row.context_len == 0 for row in rows)
+        yield "garbage tail", any(row.tail for row in rows)
+        yield "no tail", any(row.blocks and not row.tail for row in rows)
+        yield "shared pages", sum(len(row.blocks) for row in rows) > len(self.owned)
+        yield "offset past 2^31", self.is_far()
+        yield "block size not a power of two", size & (size - 1) != 0
+        yield "narrowed block table", self.table_padding > 0
+        yield "int32 index", self.index_dtype == "int32"
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            **super().sizes(),
+            "B": (len(self.sequences),),
+            "M": (self.width,),
+            "n": tuple(row.context_len for row in self.sequences),
+            "bs": (self.block_size,),
+            "N": (self.num_blocks,),
+        }
 
     def is_far(self) -> bool:
         """Whether some owned element lies 2^31 elements or more into its cache."""

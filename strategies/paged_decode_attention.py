@@ -32,7 +32,7 @@ from pagefuzz.strategies.case import (
 from pagefuzz.strategies.layouts import PAGE, Paged, context_length, sequences
 from pagefuzz.strategies.number_formats import FORMATS, ITEMSIZE, encode
 from pagefuzz.strategies.tensors import Tensor, contiguous, padded_rows, row_major
-from pagefuzz.strategies.values import MODEST_POISONS, counter_hash, dyadic, grid, poison_bits
+from pagefuzz.strategies.values import FRESH, MODEST_POISONS, POISONS, counter_hash, dyadic, grid, poison_bits
 
 OPERATION = "paged_decode_attention"
 TOKEN_VALUES = 100_000  # tokens times query heads times dims, of one sequence
@@ -391,23 +391,21 @@ class PagedDecodeAttentionCase(WithCaches, Paged):
 
     # ---- words
 
-    def features(self) -> frozenset[str]:
-        return super().features() | {
-            word
-            for word, holds in (
-                ("D >= 64", self.head_dim >= 64),
-                ("D not a power of two", self.head_dim & (self.head_dim - 1) != 0),
-                ("group >= 2", self.group_size >= 2),
-                ("group not a power of two", self.group_size & (self.group_size - 1) != 0),
-                ("q as a view", self.q_padding > 0),
-                ("scale other than 1/sqrt(D)", self.scale != self.head_dim**-0.5),
-                (self.dtype, True),
-                (f"values {self.values}", True),
-                (f"poison {self.poison}", True),
-                (f"fresh memory {self.fresh}", True),
-            )
-            if holds
-        }
+    def words(self) -> Iterator[tuple[str, bool]]:
+        yield from super().words()
+        yield "D >= 64", self.head_dim >= 64
+        yield "D not a power of two", self.head_dim & (self.head_dim - 1) != 0
+        yield "group >= 2", self.group_size >= 2
+        yield "group not a power of two", self.group_size & (self.group_size - 1) != 0
+        yield "q as a view", self.q_padding > 0
+        yield "scale other than 1/sqrt(D)", self.scale != self.head_dim**-0.5
+        for poison in POISONS:
+            yield f"poison {poison}", self.poison == poison
+        for fresh in FRESH:
+            yield f"fresh memory {fresh}", self.fresh == fresh
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {**super().sizes(), "H": (self.num_heads,), "group": (self.group_size,)}
 
     def lines(self) -> list[str]:
         drawn = [*super().lines(), *self.layout_lines()]

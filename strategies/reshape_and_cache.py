@@ -226,29 +226,24 @@ class ReshapeAndCacheCase(WithCaches):
             block * cache.strides[0] + place * cache.strides[1] >= FAR_ELEMENTS for cache in self.caches().values()
         )
 
-    def features(self) -> frozenset[str]:
-        addressed = [slot for slot in self.slots if slot >= 0]
-        return super().features() | {
-            word
-            for word, holds in (
-                ("T = 0", not self.slots),
-                ("T >= 2", len(self.slots) >= 2),
-                ("padded slots", bool(self.padded)),
-                ("padded slots other than -1", any(slot < -1 for slot in self.slots)),
-                ("every slot padded", bool(self.slots) and not addressed),
-                ("T' > T", self.extra_rows > 0),
-                ("fused QKV view", self.fused),
-                ("key and value strides differ", not self.fused and self.key_padding != self.value_padding),
-                ("D >= 64", self.head_dim >= 64),
-                ("KVH * D not a power of two", self.row & (self.row - 1) != 0),
-                ("block size not a power of two", self.block_size & (self.block_size - 1) != 0),
-                ("offset past 2^31", self.is_far()),
-                ("int32 index", self.index_dtype == "int32"),
-                (self.dtype, True),
-                (f"values {self.values}", True),
-            )
-            if holds
-        }
+    def words(self) -> Iterator[tuple[str, bool]]:
+        yield from super().words()
+        yield "T = 0", not self.slots
+        yield "T >= 2", len(self.slots) >= 2
+        yield "padded slots", bool(self.padded)
+        yield "padded slots other than -1", any(slot < -1 for slot in self.slots)
+        yield "every slot padded", bool(self.slots) and all(slot < 0 for slot in self.slots)
+        yield "T' > T", self.extra_rows > 0
+        yield "fused QKV view", self.fused
+        yield "key and value strides differ", not self.fused and self.key_padding != self.value_padding
+        yield "D >= 64", self.head_dim >= 64
+        yield "KVH * D not a power of two", self.row & (self.row - 1) != 0
+        yield "block size not a power of two", self.block_size & (self.block_size - 1) != 0
+        yield "offset past 2^31", self.is_far()
+        yield "int32 index", self.index_dtype == "int32"
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"T": (len(self.slots),), "T'": (self.rows,), **super().sizes()}
 
     def shapes(self) -> str:
         return (

@@ -119,16 +119,15 @@ class SlotMappingCase(Paged):
         elif self.fault == "seq_id negative":
             draws.poke(tensors["seq_ids"], t, -1)
 
-    def features(self) -> frozenset[str]:
-        return super().features() | {
-            word
-            for word, holds in (
-                ("T = 0", not self.tokens),
-                ("padded slots", any(token.position < 0 for token in self.tokens)),
-                ("tokens out of order", list(self.tokens) != sorted(self.tokens, key=lambda t: (t.seq_id, t.position))),
-            )
-            if holds
-        }
+    def words(self) -> Iterator[tuple[str, bool]]:
+        yield from super().words()
+        yield "T = 0", not self.tokens
+        yield "padded slots", any(token.position < 0 for token in self.tokens)
+        places = [(token.seq_id, token.position) for token in self.tokens]
+        yield "tokens out of order", places != sorted(places)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"T": (len(self.tokens),), **super().sizes()}
 
     def shapes(self) -> str:
         return f"T={len(self.tokens)} B={len(self.sequences)} M={self.width} bs={self.block_size}"

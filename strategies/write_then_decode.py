@@ -92,6 +92,9 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
     def watched(self) -> dict[str, tuple[str, np.ndarray]]:
         return self.elements_of(self.slots)
 
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"T": (len(self.slots),), **super().sizes()}
+
     def lines(self) -> list[str]:
         new = "all tokens" if self.new_tokens >= max(self.context_lens, default=0) else f"the last {self.new_tokens}"
         return [*super().lines(), f"the call writes {new} of each sequence, then reads"]
