@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import session as sessions
+    from pagefuzz.kernels.pairs import with_pairs
     from pagefuzz.kernels.registry import registered
 
     device = _device(config.getoption("--device"))
@@ -79,6 +80,8 @@ def _session(config: pytest.Config) -> Any:
     sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
     if not adapters or config.getoption("--replay"):
         known = registered()
+    theirs, missing = sessions.load_peers(patterns, with_pairs(known))
+    known = {**known, **theirs}
     _load_profile(config)  # an adapter may have registered one
     kernels = {
         name: kernel
@@ -101,6 +104,7 @@ def _session(config: pytest.Config) -> Any:
         pytest=_pytest(config, home),
         repeat=shlex.join(repeat),
         named=bool(patterns),
+        missing=missing,
     )
 
 
@@ -222,6 +226,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"pagefuzz {pagefuzz.__version__}: {', '.join(session.kernels)}",
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
+        *(f"  left out: {said}" for said in session.missing),
     ]
 
 

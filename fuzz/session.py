@@ -7,6 +7,7 @@ the work, and a shard draws the same cases whoever runs it.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
+from pagefuzz.kernels import peers
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
@@ -137,6 +139,28 @@ def load_own() -> None:
         raise UsageError(f"--adapter: {error}") from None
 
 
+def load_peers(patterns: Sequence[str], known: Collection[str]) -> tuple[dict[str, Kernel], list[str]]:
+    """Register the peers that patterns name, and say which of them could not be: their kernels, and a line for each.
+
+    A pattern that matches one of the `known` names means those: neither '*' nor an adapter's kernels bring a peer in.
+    Raises UsageError where a pattern names peers, and none of them can be loaded.
+    """
+    before, missing = set(registered()), {}
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            continue
+        wanted = peers.matching(pattern)
+        for peer in wanted:
+            try:
+                peer.load()
+            except peers.NotLoaded as error:
+                missing[peer] = str(error)
+        if wanted and all(peer in missing for peer in wanted):
+            said = "; ".join(missing[peer] for peer in wanted)
+            raise UsageError(f"--kernel {pattern}: {said}")
+    return {name: kernel for name, kernel in registered().items() if name not in before}, list(missing.values())
+
+
 def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
     """Those of `known` and of their pairs whose names match one of the shell patterns, if there is a pattern.
 
@@ -159,7 +183,8 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. started: when, in seconds of time.time().
+    shell reads them. named: whether --kernel chose. missing: of the peers that it names, what is to be said of those
+    that are not there. started: when, in seconds of time.time().
     """
 
     device: str
@@ -170,6 +195,7 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    missing: Sequence[str] = ()
     started: float = field(default_factory=time.time)
 
     @cached_property
@@ -286,6 +312,8 @@ class Session:
         """The kernel that failed if it is among those chosen, else the one that was chosen in its place."""
         chosen = self.kernels if self.named else with_pairs(registered())
         kernel = chosen.get(wanted.kernel)
+        if kernel is None and not self.named:
+            kernel = _of_a_peer(wanted.kernel)
         if kernel is not None and kernel.operation.name == wanted.operation:
             return kernel
         if not self.named:
@@ -298,6 +326,16 @@ class Session:
             many = ", ".join(kernel.name for kernel in fitting) or "none"
             raise NotJudged(f"unsupported: --kernel must name one kernel of {wanted.operation}; it names {many}.")
         return fitting[0]
+
+
+def _of_a_peer(name: str) -> Kernel | None:
+    """A peer's kernel by its name, None where no peer has such a one. Raises NotJudged where it cannot be loaded."""
+    for peer in peers.matching(glob.escape(name)):
+        try:
+            peer.load()
+        except peers.NotLoaded as error:
+            raise NotJudged(f"unsupported: {error}") from None
+    return with_pairs(registered()).get(name)
 
 
 def _verdict(judge: Judge, case: Case) -> Verdict:

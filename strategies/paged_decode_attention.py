@@ -535,6 +535,7 @@ def cases(
             ITEMSIZE[dtype],
             limits,
             int32=index_dtype == "int32",
+            most_slots=declared.most_slots,
         )
         q_paddings = {"none": 0, "one": 1, "a head": head_dim, "keys and values": 2 * num_kv_heads * head_dim}
         poison, values = draw(contents)
