@@ -1,7 +1,7 @@
 """Integer arguments have the type that their parameter is annotated with, as they have where a kernel is compiled.
 
-Stock gives every integer the smallest type that holds it. A stride that is annotated `tl.int64` is then int32, and so is
-its product with an int32 block id, which wraps here and nowhere else.
+Stock gives every integer the smallest type that holds it. A stride that is annotated `tl.int64` is then int32, and so
+is its product with an int32 block id, which wraps here and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-_DTYPES = {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("i", "int"), ("u", "uint")) for bits in (32, 64)}
+_DTYPES: dict[object, np.dtype[Any]] = {
+    "i32": np.dtype("int32"),
+    "i64": np.dtype("int64"),
+    "u32": np.dtype("uint32"),
+    "u64": np.dtype("uint64"),
+}
 
 
 def typed_arguments(interpreter: Any, tl: Any) -> list[tuple[Any, str, Any]]:

@@ -29,7 +29,7 @@ def flashinfer_append_paged_kv_cache(
 ) -> None:
     """One request owns the pages that slots name, in their order."""
     page_size, slots = k_cache.shape[1], slot_mapping.long()
-    pages, nth = (slots // page_size).unique(return_inverse=True)
+    pages, nth = torch.unique(slots // page_size, return_inverse=True)
     zeros = torch.zeros_like(slots, dtype=torch.int32)
     _flashinfer.append_paged_kv_cache(
         key[: len(slots)],

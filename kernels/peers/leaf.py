@@ -5,8 +5,8 @@ GPU and dozens of packages. Here the packages on the way are bare modules that k
 the wanted module itself imports from elsewhere in the engine is given by the adapter, name by name. A checkout of the
 needed files on the path is as good as an installed package.
 
-What a leaf imports from outside its engine is what anyone gets: `import kernels` is the package of that name if there is
-one and ModuleNotFoundError if not, since this tree imports as `pagefuzz` only.
+What a leaf imports from outside its engine is what anyone gets: `import kernels` is the package of that name if there
+is one and ModuleNotFoundError if not, since this tree imports as `pagefuzz` only.
 
 A process in which `leaf` has loaded part of an engine cannot import the whole engine any more.
 """

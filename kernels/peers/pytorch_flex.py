@@ -1,4 +1,4 @@
-"""PyTorch's `PagedAttention` with `flex_attention`, which runs uncompiled here: the form that any shape and device has."""
+"""PyTorch's `PagedAttention` with `flex_attention`, which runs uncompiled here: any shape and device has that form."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def pytorch_flex_assign(
     zero = torch.zeros(1, dtype=torch.int64, device=key.device)
     paged.reserve(zero, torch.full_like(zero, pages * page_size))
     tokens = len(slot_mapping)
-    new = [each[:tokens].transpose(0, 1)[None] for each in (key, value)]
-    paged.assign(zero, slot_mapping[None], *new, _as_one(k_cache), _as_one(v_cache))
+    new_key, new_value = (each[:tokens].transpose(0, 1)[None] for each in (key, value))
+    paged.assign(zero, slot_mapping[None], new_key, new_value, _as_one(k_cache), _as_one(v_cache))
 
 
 @kernel(
     "paged_decode_attention",
     table_reads="row",  # the scores of the whole pool are computed and masked, see above
+    unit_roundoff={"weights": "input"},  # "post_mod_scores.to(query.dtype) @ value"
     **SHARED,
 )
 def pytorch_flex_paged_attention(

@@ -26,8 +26,9 @@ from pagefuzz.kernels.peers import leaf
 from pagefuzz.kernels.registry import kernel
 
 _library = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
-torch.ops.load_library(str(leaf.directory("vllm") / _library))
-_ops: Any = torch.ops._C
+_torch_ops: Any = torch.ops
+_torch_ops.load_library(str(leaf.directory("vllm") / _library))
+_ops = _torch_ops._C
 
 BEFORE = 1 << 33  # bytes: 2^31 float32 elements
 NORESERVE = 0x4000
@@ -63,8 +64,8 @@ class _Native:
         bits = whole.view(self.ours[0].dtype).view(blocks, heads, 2, block_size * dim)
         # Both as [N, bs, KVH, D].
         self.theirs = [
-            bits[:, :, 0].unflatten(-1, (dim, block_size)).permute(0, 3, 1, 2),
-            bits[:, :, 1].unflatten(-1, (block_size, dim)).permute(0, 2, 1, 3),
+            bits[:, :, 0].view(blocks, heads, dim, block_size).permute(0, 3, 1, 2),
+            bits[:, :, 1].view(blocks, heads, block_size, dim).permute(0, 2, 1, 3),
         ]
 
     def lay_out(self, blocks: torch.Tensor) -> None:
@@ -111,7 +112,7 @@ def vllm_cpu_reshape_and_cache(
     native = _Native(k_cache, v_cache)
     try:
         slots = slot_mapping.long()
-        named = torch.arange(blocks) if native.is_small else slots[slots >= 0].unique() // block_size
+        named = torch.arange(blocks) if native.is_small else torch.unique(slots[slots >= 0] // block_size)
         native.lay_out(named)
         # It takes as many tokens as there are keys; nobody pads batches on a CPU.
         _write(native, key[: len(slots)], value[: len(slots)], slots, _isa(block_size, dim))
@@ -138,7 +139,7 @@ def vllm_cpu_attention(
         lengths = context_lens.to(torch.int32)
         pages = -(-lengths.long() // block_size)
         owned = torch.arange(block_tables.shape[1]) < pages[:, None]
-        native.lay_out(block_tables.long()[owned].unique())
+        native.lay_out(torch.unique(block_tables.long()[owned]))
         starts = torch.arange(batch + 1, dtype=torch.int32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         plan = _ops.get_scheduler_metadata(

@@ -49,7 +49,7 @@ STUBS: leaf.Stubs = {
             is_cuda=lambda: True,
             is_cuda_alike=lambda: True,
             get_device_capability=lambda device_id=0: CAPABILITY,
-            has_device_capability=lambda least: CAPABILITY >= divmod(least, 10),
+            has_device_capability=lambda least: divmod(least, 10) <= CAPABILITY,
             is_device_capability_family=lambda family: CAPABILITY[0] == family // 10,
         )
     },
@@ -264,8 +264,8 @@ def vllm_triton_decode_attention_grouped(
 
 @kernel(
     "paged_decode_attention",
-    # backends/rocm_attn.py: supported_dtypes are all three, get_supported_head_sizes, MultipleOf(16) with "non-standard"
-    # ones such as 544 and 784 by name.
+    # backends/rocm_attn.py: supported_dtypes are all three; get_supported_head_sizes, as far as cases go; and
+    # MultipleOf(16), of which a few are enough, powers of two ("is_pow2") and others.
     head_dims=[32, 64, 80, 96, 128],
     block_sizes=range(16, 97, 16),
     # "stride-padded hybrid layouts" have this path, and every dim of keys and of values a stride.
@@ -292,7 +292,7 @@ def vllm_triton_chunked_prefill_paged_decode(
         value=None,
         output=out,
         kv_cache_dtype="auto",
-        key_cache=k_cache.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4),
+        key_cache=k_cache.view(*k_cache.shape[:3], -1, x).permute(0, 2, 3, 1, 4),
         value_cache=v_cache.permute(0, 2, 3, 1),
         block_table=block_tables,
         query_start_loc=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
