@@ -16,7 +16,7 @@ fuzz-peers: .venv/peers/made
 
 .venv/peers/made: requirements-peers.txt | .venv
 	.venv/bin/python -m venv --clear $(@D)
-	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	.venv/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
 	@touch $@
 

@@ -121,7 +121,9 @@ def vllm_cpu_reshape_and_cache(
         native.forget()
 
 
-@kernel("paged_decode_attention", **DECLARED)
+# empty: a sequence holds its query's own token at least (backends/triton_attn.py, "Definition of context_len, query_len,
+# and seq_len").
+@kernel("paged_decode_attention", empty="never", **DECLARED)
 def vllm_cpu_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

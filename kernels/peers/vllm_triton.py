@@ -100,8 +100,7 @@ UNIFIED: dict[str, Any] = {
     "block_sizes": range(16, 97, 16),
     # The same file: views of [N, KVH, bs, 2D], and a stride of the cache's own for each dim of keys and of values.
     "cache_layouts": CACHE_LAYOUTS,
-    # TritonAttentionMetadata: seq_len counts the tokens of the query, of which there is one here.
-    "empty": "never",
+    # Nothing of empty sequences: reduce_segments means to be "returning 0.0 if overall_expsum is 0".
     # "P.to(V.dtype)"; tl.dot of float32 is tf32 unless asked for otherwise.
     "unit_roundoff": {"weights": "input", "products": "tf32"},
 }
@@ -270,7 +269,6 @@ def vllm_triton_decode_attention_grouped(
     block_sizes=range(16, 97, 16),
     # "stride-padded hybrid layouts" have this path, and every dim of keys and of values a stride.
     cache_layouts=CACHE_LAYOUTS,
-    empty="never",  # RocmAttentionMetadata: as TritonAttentionMetadata above
     unit_roundoff={"weights": "input", "products": "tf32"},  # "p.to(V.dtype)"; tl.dot of float32 as above
 )
 def vllm_triton_chunked_prefill_paged_decode(
