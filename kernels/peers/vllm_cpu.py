@@ -121,8 +121,8 @@ def vllm_cpu_reshape_and_cache(
         native.forget()
 
 
-# empty: a sequence holds its query's own token at least (backends/triton_attn.py, "Definition of context_len, query_len,
-# and seq_len").
+# empty: a sequence holds at least its query's token: backends/triton_attn.py, "Definition of context_len, query_len,
+# and seq_len".
 @kernel("paged_decode_attention", empty="never", **DECLARED)
 def vllm_cpu_attention(
     q: torch.Tensor,
