@@ -21,7 +21,7 @@ from pagefuzz.kernels.operations import OPERATIONS
 # One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
 settings.register_profile("quick", max_examples=6000, deadline=None)
 settings.register_profile("ci", max_examples=6000, deadline=None, derandomize=True, database=None)
-settings.register_profile("peers", max_examples=2000, deadline=None)
+settings.register_profile("peers", max_examples=1000, deadline=None)
 settings.register_profile("nightly", max_examples=100_000, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "quick")
 
