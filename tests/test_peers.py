@@ -143,6 +143,14 @@ def test_a_leaf_is_loaded_without_its_engine(engine: Path) -> None:
     assert again.HELPED == 3
 
 
+def test_a_bare_checkout_is_enough(engine: Path) -> None:
+    """The one folder with the modules, and no `__init__.py` on the way."""
+    for name in ("__init__.py", "ops/__init__.py"):
+        (engine / "fake_engine" / name).unlink()
+    importlib.invalidate_caches()
+    assert leaf.load("fake_engine.ops.leaf", {"fake_engine.config": {"SWITCH": False}}).answer() == (False, 3)
+
+
 def test_what_is_neither_stubbed_nor_there_fails_as_any_import(engine: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"fake_engine\.config"):
         leaf.load("fake_engine.ops.leaf", {})

@@ -1,5 +1,5 @@
-"""vLLM's Triton kernels. Without a GPU the stubs say what one of compute capability 9.0 would: that is what they are
-tuned for."""
+"""vLLM's Triton kernels. The stubs say what a GPU of compute capability 9.0 would: that is what they are tuned for, and a
+process that loads kernels and forks to run them must not ask the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagefuzz.kernels.peers import leaf
 from pagefuzz.kernels.registry import CACHE_LAYOUTS, kernel
 
 FP8 = torch.float8_e4m3fn
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+CAPABILITY = (9, 0)
 
 
 def _init_logger(name: str) -> Any:
