@@ -1,5 +1,5 @@
-"""vLLM's Triton kernels. The stubs say what a GPU of compute capability 9.0 would: that is what they are tuned for, and a
-process that loads kernels and forks to run them must not ask the device."""
+"""vLLM's Triton kernels. The stubs say what a GPU of compute capability 9.0 would: that is what they are tuned for. The
+device is not asked, since a process that loads kernels and forks to run them must leave it alone."""
 
 from __future__ import annotations
 
