@@ -43,6 +43,9 @@ def pytorch_flex_assign(
 
 @kernel(
     "paged_decode_attention",
+    # Its sums run over the pool, in the order of the pages there; "Numerical accuracy" in PyTorch's notes promises no
+    # bits across such differences.
+    deterministic=False,
     table_reads="row",  # the scores of the whole pool are computed and masked, see above
     unit_roundoff={"weights": "input"},  # "post_mod_scores.to(query.dtype) @ value"
     **SHARED,
