@@ -3,10 +3,22 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: fuzz test mutants soak planted lint verify-interpreter clean
+.PHONY: fuzz fuzz-peers test mutants soak planted lint verify-interpreter clean
 
 fuzz: .venv
 	.venv/bin/python -P -m pytest -n auto fuzz/ $(ARGS)
+
+# Other people's kernels (kernels/peers/), in an environment that has them beside what .venv has. A finding makes it fail.
+PEERS := vllm sglang flag_gems pytorch
+
+fuzz-peers: .venv/peers/made
+	.venv/peers/bin/python -P -m pytest -n auto fuzz/ --device cpu --hypothesis-profile peers $(PEERS:%=--kernel '%*') $(ARGS)
+
+.venv/peers/made: requirements-peers.txt | .venv
+	.venv/bin/python -m venv --clear $(@D)
+	.venv/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
+	@touch $@
 
 test: .venv
 	.venv/bin/python -P -m pytest -n auto tests/ --device cpu $(ARGS)

@@ -23,6 +23,7 @@ from pagefuzz.kernels.operations import OPERATIONS
 # One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
 settings.register_profile("quick", max_examples=6000, deadline=None)
 settings.register_profile("ci", max_examples=6000, deadline=None, derandomize=True, database=None)
+settings.register_profile("peers", max_examples=1000, deadline=None)
 settings.register_profile("nightly", max_examples=100_000, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "quick")
 
@@ -93,17 +94,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def _session(config: pytest.Config) -> Any:
     from pagefuzz.fuzz import sanitizer
     from pagefuzz.fuzz import session as sessions
+    from pagefuzz.kernels.pairs import with_pairs
     from pagefuzz.kernels.registry import registered
 
     device = _device(config.getoption("--device"), apart=config.getoption("--isolate") is not False)
     adapters, patterns = config.getoption("--adapter"), config.getoption("--kernel")
     threads = len(os.listdir("/proc/self/task"))
     loaded = [sessions.load_adapter(adapter) for adapter in adapters]
-    has_threads = len(os.listdir("/proc/self/task")) > threads
     known = registered()
     sessions.load_own()  # always, so that no adapter takes a name that a replay would miss
     if not adapters or config.getoption("--replay"):
         known = registered()
+    there, missing = sessions.load_peers(patterns, with_pairs(known))
+    known |= {name: registered()[name] for peer in there for name in peer.kernels}
+    has_threads = len(os.listdir("/proc/self/task")) > threads
     _load_profile(config)  # an adapter may have registered one
     kernels = {
         name: kernel
@@ -142,8 +146,9 @@ def _session(config: pytest.Config) -> Any:
         pytest=_pytest(config, home),
         repeat=shlex.join(repeat),
         named=bool(patterns),
-        known=sessions.load_known(loaded, device),
-        adapters=tuple(adapters),
+        missing=missing,
+        known=sessions.load_known([*loaded, *map(sessions.adapter_of, there)], device),
+        adapters=(*adapters, *(peer.adapter for peer in there)),
         has_threads=has_threads,
         isolate=isolate,
         worker=int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
@@ -314,6 +319,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"  in processes of their own: {which}; hung after {session.case_limit:g} s{watched}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
         *([f"  not red: {known} known failures"] if known else []),
+        *(f"  left out: {said}" for said in session.missing),
     ]
 
 

@@ -7,6 +7,7 @@ the work, and a shard draws the same cases whoever runs it.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,7 @@ from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.sanitizer import SHARE, TOOLS, Sanitizer
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import DISAGREEMENT, KNOWN, NOT_REPEATABLE, PASS, UNSUPPORTED, Judge, Verdict
+from pagefuzz.kernels import peers
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.registry import Kernel, RegistrationError, registered
@@ -234,6 +236,35 @@ def load_own() -> None:
         raise UsageError(f"--adapter: {error}") from None
 
 
+def load_peers(patterns: Sequence[str], known: Collection[str]) -> tuple[list[peers.Peer], list[str]]:
+    """Register the peers that patterns name: those that could be, and a line on each that could not.
+
+    A pattern that matches one of the `known` names means those: neither '*' nor an adapter's kernels bring a peer in.
+    Raises UsageError where a pattern names peers, and none of them can be loaded.
+    """
+    there: dict[peers.Peer, None] = {}
+    missing: dict[peers.Peer, str] = {}
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            continue
+        wanted = peers.matching(pattern)
+        for peer in wanted:
+            try:
+                peer.load()
+                there[peer] = None
+            except peers.NotLoaded as error:
+                missing[peer] = str(error)
+        if wanted and all(peer in missing for peer in wanted):
+            said = "; ".join(missing[peer] for peer in wanted)
+            raise UsageError(f"--kernel {pattern}: {said}")
+    return list(there), list(missing.values())
+
+
+def adapter_of(peer: peers.Peer) -> Adapter:
+    """A peer that was loaded, as an adapter."""
+    return Adapter(Path(peers.__file__).with_name(f"{peer.module}.py"), peer.kernels)
+
+
 def choose(patterns: Sequence[str], known: dict[str, Kernel] | None = None) -> dict[str, Kernel]:
     """Those of `known` and of their pairs whose names match one of the shell patterns, if there is a pattern.
 
@@ -256,8 +287,9 @@ class Session:
 
     device: a torch device string. examples: for each kernel. seed: of the whole run. kernels: those chosen. home: where
     `.pagefuzz` lies. pytest, repeat: how a command begins and the options that it needs to show the same again, as a
-    shell reads them. named: whether --kernel chose. known: the failures that are not red. adapters: as --adapter names
-    them. has_threads: whether their import left threads, which a fork would not have. isolate: whether kernels run in
+    shell reads them. named: whether --kernel chose. missing: of the peers that it names, what is to be said of those
+    that are not there. known: the failures that are not red. adapters: as --adapter names them, and the peers'.
+    has_threads: whether their import left threads, which a fork would not have. isolate: whether kernels run in
     processes of their own; None: all but pagefuzz's own interpreted ones do. case_limit: seconds that one run may take
     there. memory_limit: bytes that such a process may take, on the CPU. worker, workers: which of how many processes of
     this run this one is. sanitizer: what watches them, if anything does. started: when, in seconds of time.time().
@@ -271,6 +303,7 @@ class Session:
     pytest: str = "pytest fuzz/"
     repeat: str = ""
     named: bool = False
+    missing: Sequence[str] = ()
     known: tuple[Entry, ...] = ()
     adapters: tuple[str, ...] = ()
     has_threads: bool = False
@@ -451,10 +484,23 @@ class Session:
             raise KnownFailure(f"known failure: {'; '.join(told(verdict.known))}\n{said}: {text}")
         raise verdict.invariant.exception(f"{said}: {text}")
 
+    def _of_a_peer(self, name: str) -> Kernel | None:
+        """A peer's kernel by its name, None where no peer has one. Raises NotJudged where it cannot be loaded."""
+        for peer in peers.matching(glob.escape(name)):
+            try:
+                peer.load()
+                self.known += load_known([adapter_of(peer)], self.device)
+            except (peers.NotLoaded, UsageError) as error:
+                raise NotJudged(f"unsupported: {error}") from None
+            self.adapters += (peer.adapter,)
+        return with_pairs(registered()).get(name)
+
     def _kernel_for(self, wanted: saving.SavedCase) -> Kernel:
         """The kernel that failed if it is among those chosen, else the one that was chosen in its place."""
         chosen = self.kernels if self.named else with_pairs(registered())
         kernel = chosen.get(wanted.kernel)
+        if kernel is None and not self.named:
+            kernel = self._of_a_peer(wanted.kernel)
         if kernel is not None and kernel.operation.name == wanted.operation:
             return kernel
         if not self.named:

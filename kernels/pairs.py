@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from pagefuzz.kernels import peers
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration, Kernel
 
@@ -41,7 +42,7 @@ def paired(write: Kernel, decode: Kernel) -> Kernel | None:
 
 
 def _family(name: str) -> str:
-    return re.split(r"[_-]", name, maxsplit=1)[0]
+    return peers.family(name) or re.split(r"[_-]", name, maxsplit=1)[0]
 
 
 def _one_after_the_other(write: Kernel, decode: Kernel) -> Callable[..., Any]:
@@ -92,6 +93,7 @@ def _both(write: Declaration, decode: Declaration) -> Declaration | None:
         deterministic=write.deterministic and decode.deterministic,
         rejects=False,
         devices=devices,
+        most_slots=min((most for most in (write.most_slots, decode.most_slots) if most is not None), default=None),
         token_strides=min(write.token_strides, decode.token_strides, key=("contiguous", "any").index),
     )
     needed = (declared.dtypes, declared.index_dtypes, declared.cache_layouts, declared.devices)

@@ -56,6 +56,7 @@ class Declaration:
     unit_roundoff: what is rounded to less than float32: "scores", "weights" (before the second product), "products"
         (their operands), "sums" (the accumulators), each to one of float32, tf32, float16, bfloat16, float8_e4m3fn, or
         "input" for the dtype of the caches.
+    most_slots: None, or the most slots (N x bs) that a cache may have, where work or memory grows with the whole pool.
     batch_invariant: a sequence's bits do not depend on its neighbours: I11 bit for bit.
     deterministic: I7, I8 and I17 hold bit for bit; False: within the tolerance.
     rejects: True: input outside the contract raises an error before anything is written (ValueError, TypeError, or
@@ -76,6 +77,7 @@ class Declaration:
     unowned: str = "any"
     table_reads: str = "exact"
     unit_roundoff: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    most_slots: int | None = None
     batch_invariant: bool = False
     deterministic: bool = True
     rejects: bool | str = False
@@ -150,6 +152,9 @@ def _checked(kernel_name: str, declarations: Mapping[str, Any]) -> Declaration:
                 if not sizes or not all(type(size) is int and size > 0 for size in value):
                     raise RegistrationError(f"{said} should be a list of positive ints, or a function of one int.")
                 value = value if isinstance(value, range) else tuple(value)
+        elif name == "most_slots":
+            if value is not None and not (type(value) is int and value > 0):
+                raise RegistrationError(f"{said} should be a positive int, or None.")
         elif name == "devices":
             listed = isinstance(value, Collection) and not isinstance(value, str) and len(value) > 0
             if value != "any" and not (listed and all(isinstance(item, str) for item in value)):

@@ -181,6 +181,11 @@ def first_beyond(*limits: tuple[bool, str]) -> str:
     return next((words for supported, words in limits if not supported), "")
 
 
+def fits_pool(declared: Declaration, slots: int) -> bool:
+    """Whether the kernel declares to support a cache of so many slots."""
+    return declared.most_slots is None or slots <= declared.most_slots
+
+
 def with_size(case: AnyCase, name: str, size: int) -> AnyCase:
     """`case` with the field `name` set to `size`."""
     changes: dict[str, Any] = {name: size}

@@ -24,6 +24,7 @@ from pagefuzz.strategies.case import (
     Sequence,
     Size,
     first_beyond,
+    fits_pool,
     require,
     smaller,
 )
@@ -115,6 +116,7 @@ class Paged(Case):
             (declared.supports_size("block_sizes", self.block_size), f"block size {self.block_size}"),
             (self.index_dtype in declared.index_dtypes, f"{self.index_dtype} block tables"),
             (declared.table_strides == "any" or not self.table_padding, "a block table narrower than its row stride"),
+            (fits_pool(declared, self.num_blocks * self.block_size), f"a pool of {self.num_blocks} blocks"),
         )
 
     def block_table(self) -> Tensor:
@@ -400,6 +402,7 @@ def sequences(
     itemsize: int,
     limits: Limits,
     int32: bool,
+    most_slots: int | None = None,
 ) -> tuple[tuple[Sequence, ...], int]:
     """Rows of a block table for the given context lengths, and the number of blocks of their pool.
 
@@ -415,19 +418,21 @@ def sequences(
     chance.shuffle(ids)
     block_bytes = block_elements * itemsize
     most_ids = min(limits.cache_bytes // block_bytes, INT32_MAX if int32 else 2**40)
+    most_blocks = most_ids if most_slots is None else min(most_ids, most_slots // block_size)
     pool = max(needed + free, 1)
     # One free block with nothing filled around it: a read of it shows, even by a kernel whose accesses go untraced.
     distant = pool + 2 * (8192 // block_bytes + 1)
     if far:
         jump = distance // block_elements
-        while jump + pool >= most_ids and jump * block_elements > FAR_ELEMENTS:
+        while jump + pool >= most_blocks and jump * block_elements > FAR_ELEMENTS:
             jump //= 2
-        if jump * block_elements >= FAR_ELEMENTS and jump + pool < most_ids:
+        if jump * block_elements >= FAR_ELEMENTS and jump + pool < most_blocks:
             ids = [block + jump * (1 - (index % 3 == 2)) for index, block in enumerate(ids)]
             pool += jump
     tail_kinds = draw(_TAIL_KINDS) if lengths else ("garbage",)
-    if "distant" in tail_kinds and distant < most_ids:
-        pool = max(pool, distant + 8192 // block_bytes + 2)
+    behind = distant + 8192 // block_bytes + 2
+    if "distant" in tail_kinds and behind <= most_blocks:
+        pool = max(pool, behind)
     owned, spare = ids[:needed], ids[needed:]
     takes = iter(owned)
     blocks: list[tuple[int, ...]] = []

@@ -551,6 +551,7 @@ def cases(
             ITEMSIZE[dtype],
             limits,
             int32=index_dtype == "int32",
+            most_slots=declared.most_slots,
         )
         poison, values = draw(contents)
         return replace(

@@ -24,6 +24,7 @@ from pagefuzz.strategies.case import (
     Name,
     Padding,
     first_beyond,
+    fits_pool,
     require,
     smaller,
     with_size,
@@ -109,6 +110,7 @@ class ReshapeAndCacheCase(WithCaches):
             (declared.supports_size("head_dims", self.head_dim), f"head dim {self.head_dim}"),
             (self.index_dtype in declared.index_dtypes, f"{self.index_dtype} slots"),
             (declared.token_strides == "any" or not views, "key and value as views"),
+            (fits_pool(declared, self.num_blocks * self.block_size), f"a pool of {self.num_blocks} blocks"),
             (min(self.slots, default=0) >= least, f"slot {min(self.slots, default=0)}"),
         )
 
@@ -387,6 +389,8 @@ def cases(
             most = limits.cache_bytes // (block * ITEMSIZE[dtype])
             if index_dtype == "int32":
                 most = min(most, 2**31 // block_size)
+            if declared.most_slots is not None:
+                most = min(most, declared.most_slots // block_size)
             if jump * block >= 2 * FAR_ELEMENTS and jump + pages > most:
                 jump = FAR_ELEMENTS // block + 1
             if jump + pages <= most:

@@ -212,7 +212,15 @@ def cases(
         count, many = draw(counts)
         lengths = [context_length(chance, block_size, 96, True) for _ in range(count)]
         rows, num_blocks = sequences(
-            draw, chance, lengths, block_size, block_size, 1, Limits(2**62), int32=index_dtype == "int32"
+            draw,
+            chance,
+            lengths,
+            block_size,
+            block_size,
+            1,
+            Limits(2**62),
+            int32=index_dtype == "int32",
+            most_slots=declared.most_slots,
         )
         alive = [b for b, row in enumerate(rows) if row.context_len]
         tokens = []

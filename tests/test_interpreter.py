@@ -321,6 +321,9 @@ def facts() -> dict[str, Any]:
         "loop": one(loop, torch.tensor([4], dtype=torch.int32), int1.clone()),
         "scalar mask": one(scalar_mask, int1, torch.full((4,), -1, dtype=torch.int32), 2, 4),
         "int32 product": one(integers_product, torch.tensor([65536], dtype=torch.int32), int1.clone()),
+        "int64 argument": one(
+            integer_argument, torch.tensor([65536], dtype=torch.int32), torch.ones(1, dtype=torch.int64), 65536
+        ),
         "bfloat16 sum": one(bfloat16_sum, bf, torch.zeros(1, dtype=BF16)),
         "bfloat16 dot": one(multiplied, *[torch.ones(16, 16, dtype=BF16)] * 2, torch.zeros(16, 16), 16),
         "bfloat16 constant": one(bfloat16_constant, bf, torch.zeros(1, dtype=BF16)),
@@ -334,6 +337,11 @@ def facts() -> dict[str, Any]:
 def integers_product(x, out):
     v = tl.load(x)
     tl.store(out, v * v)
+
+
+@triton.jit
+def integer_argument(x, out, stride: tl.int64):
+    tl.store(out, tl.load(x) * stride)
 
 
 @triton.jit
@@ -452,6 +460,7 @@ def test_stock_facts(processes: dict[str, Any]) -> None:
     refused = "ValueError: mask has unsupported dtype"
     holds(seen["scalar mask"] == (refused if VERSION == (3, 9) else [0, 1, -1, -1]), "refuses vector & scalar masks")
     holds(seen["int32 product"] == [0], "wraps int32 products silently")
+    holds(seen["int64 argument"] == [0], "makes an argument that is annotated tl.int64 an int32 one")
     holds(seen["bfloat16 sum"] == [0x3F80 + 0x3F80], "adds the bit patterns of bfloat16")
     holds(seen["bfloat16 dot"] != [16.5] * 256, "multiplies the bit patterns of bfloat16 in tl.dot")
     holds(seen["bfloat16 constant"] != [0x3FC0], "gets bfloat16 constants wrong")
@@ -465,6 +474,7 @@ def test_installed_facts(processes: dict[str, Any]) -> None:
     assert seen["loop"] == [6]
     assert seen["scalar mask"] == [0, 1, -1, -1]
     assert seen["int32 product"] == [0]
+    assert seen["int64 argument"] == [2**32]
     assert seen["bfloat16 sum"] == [0x4000]
     assert seen["bfloat16 constant"] == [0x3FC0]
     assert seen["rounding"] == [0x3F81]

@@ -147,6 +147,7 @@ def test_the_defaults_are_those_of_an_ordinary_good_kernel() -> None:
         "unowned": "any",
         "table_reads": "exact",
         "unit_roundoff": {},
+        "most_slots": None,
         "batch_invariant": False,
         "deterministic": True,
         "rejects": False,
@@ -247,6 +248,10 @@ def test_unit_roundoffs(precision: str) -> None:
     assert declared(unit_roundoff=rounded).unit_roundoff == rounded
 
 
+def test_most_slots() -> None:
+    assert declared(most_slots=64).most_slots == 64
+
+
 def test_devices() -> None:
     assert declared(devices=["cuda", "cpu"]).devices == ("cuda", "cpu")
 
@@ -324,6 +329,9 @@ LAYOUTS = "'contiguous', 'hnd', 'packed', 'strided'"
             for name in ("head_dims", "group_sizes", "block_sizes")
             for value in (64, "64", [], [0], [-16], [16.0], [True], ["16"], b"16", range(0), range(0, 64, 16))
         ),
+        ("most_slots", 0, " should be a positive int, or None."),
+        ("most_slots", 1.5, " should be a positive int, or None."),
+        ("most_slots", True, " should be a positive int, or None."),
         ("devices", "cuda", " should be 'any' or a list of torch device types such as ['cuda']."),
         ("devices", [0], " should be 'any' or a list of torch device types such as ['cuda']."),
         ("unit_roundoff", "float16", " should be a dict such as {'weights': 'input'}."),

@@ -5,10 +5,11 @@
 
 - bfloat16.py corrects what is wrong: arithmetic on bfloat16, comparisons that are no int1. An autotuned kernel, which
   stock cannot run without a GPU, takes the first of its configurations.
+- annotations.py corrects the types of integer arguments.
 - memo.py and recording.py find out only once what each call of the language means.
 - launch.py and handles.py do the same for what a launch and an array cost.
 
-tests/same_bits holds the last two lines against the interpreter that has the first only.
+tests/same_bits holds the last two lines against the interpreter that has the first two only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import warnings
 from typing import Any
 
+from pagefuzz.fuzz.interpreter.annotations import typed_arguments
 from pagefuzz.fuzz.interpreter.bfloat16 import corrections
 from pagefuzz.fuzz.interpreter.handles import handles
 from pagefuzz.fuzz.interpreter.launch import launching, patching
@@ -50,7 +52,8 @@ def install() -> None:
     try:
         # Without a GPU there is nothing to time: an autotuned kernel runs with the first of its configurations.
         untimed = (autotuner.Autotuner, "_bench", lambda self, *args, config, **meta: 0.0)
-        patches = [*patching(interpreter, tl), *corrections(interpreter, tl), untimed]
+        typed = typed_arguments(interpreter, tl)
+        patches = [*patching(interpreter, tl), *corrections(interpreter, tl), *typed, untimed]
         if os.environ.get(SWITCH, "") in ("", "0"):
             if not triton.__version__.startswith(VERIFIED):
                 unknown = "run as slowly as in stock"
