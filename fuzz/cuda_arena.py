@@ -157,7 +157,8 @@ class CudaArena(DeviceArena):
         if first // self.driver.granule in self.own:
             return super()._by_buffer(first, before, after)
         storage = STORAGE[self.places[-1][1].dtype]  # of a cache, where there is one: they lie last, and wholly aligned
-        was, now = before.view(storage), after.view(storage)
+        was: np.ndarray = before.view(storage)
+        now: np.ndarray = after.view(storage)
         elements = np.flatnonzero(was != now)
         return [(NOWHERE, Change(elements, was[elements], now[elements]))]
 
