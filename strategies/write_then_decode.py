@@ -101,7 +101,8 @@ class WriteThenDecodeCase(PagedDecodeAttentionCase):
 
     def simpler(self) -> Iterator[Self]:
         yield from super().simpler()
-        for fewer in smaller(self.new_tokens):
+        longest = max(self.context_lens, default=1) or 1
+        for fewer in smaller(self.new_tokens) if self.new_tokens <= longest else (longest,):  # the same tokens
             yield replace(self, new_tokens=fewer)
 
 

@@ -170,6 +170,7 @@ def same(mine: Any, theirs: Any) -> bool:
 @pytest.mark.parametrize("name", ["torch_slot_mapping", "triton_reshape_and_cache", "torch_paged_decode_attention"])
 def test_an_isolated_run_is_observed_as_any_other(name: str) -> None:
     load_own()
+    torch.set_num_threads(1)  # as a run does: a fork has no threads that a matrix product could be shared with
     kernel = registered()[name]
     runs = Isolated([kernel], lambda: Runner(CpuArena(), interpreted=True))
     seen: list[Case] = []

@@ -513,7 +513,7 @@ DECODES = (
         ),
         "flashinfer#1930: a maximum over the batch; right as long as the neighbours score alike",
         "I11",
-        Smallest(sequences=2, heads=2, head_dim=2, other=("values",)),
+        Smallest(sequences=2, heads=2, head_dim=3, other=("values",)),
     ),
     Mutant(
         "rows_put_back_in_the_wrong_order",
@@ -547,7 +547,7 @@ DECODES = (
         (("place * K_SLOT_STRIDE", "place % 16 * K_SLOT_STRIDE"),),
         "flashinfer#810, flashinfer#4347: right up to the page size that was tested",
         "I12",
-        Smallest(tokens=25, block_size=17),
+        Smallest(tokens=25, block_size=24),
     ),
     Mutant(
         "masked_slots_weigh_a_little",
