@@ -15,7 +15,7 @@ from pagefuzz.tests.mutants.report import Row, by_number, in_words, markdown_tab
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mutants-matrix.md"  # what `make mutants` writes, interpreted
 # By mutant, why it lives on a device or is named otherwise. It goes before what the figures tell.
 REASONS = {
-    "denominator_not_rescaled": "needs a context of more than one step, of up to 64 keys: few with the two shapes of a seed",
+    "denominator_not_rescaled": "needs a context of more than one step (16 to 64 keys): few in two shapes",
     "keys_past_16_slots_of_a_page": "no shape of these seeds has a block size above 16",
     "table_loaded_in_fours": "reads that leave the result right: seen where accesses are traced",
 }
