@@ -33,5 +33,5 @@ for columns in (2, 1):  # each in a child, with a table that ends where memory e
         attention(q, None, None, torch.empty_like(q), "auto", *rest, sm_scale=1.0)
         os._exit(0)
     killed.append(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
-    print(f"33 tokens, pages of 48, a table of {columns} columns: {'killed' if killed[-1] else 'well'}")
+    print(f"33 tokens, pages of 48, a table of {columns} column(s): {'killed' if killed[-1] else 'well'}")
 sys.exit(killed == [False, True])

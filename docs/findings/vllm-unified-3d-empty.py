@@ -16,7 +16,7 @@ platform = Mock(fp8_dtype=lambda: torch.float8_e4m3fn, is_rocm=bool, is_xpu=bool
 sys.modules["vllm"] = Mock(__path__=[str(root)], __spec__=None)
 sys.modules["vllm.platforms"] = Mock(current_platform=platform)
 sys.modules["vllm.triton_utils"] = Mock(tl=triton.language, triton=triton)
-sys.modules["vllm.envs"] = sys.modules["vllm.logger"] = Mock(VLLM_BATCH_INVARIANT=False)
+sys.modules["vllm"].envs = sys.modules["vllm.envs"] = sys.modules["vllm.logger"] = Mock(VLLM_BATCH_INVARIANT=False)
 modes = IntEnum(
     "KVQuantMode", "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD", start=0
 )

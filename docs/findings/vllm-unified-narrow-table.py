@@ -18,7 +18,7 @@ platform = Mock(fp8_dtype=lambda: torch.float8_e4m3fn, is_rocm=bool, is_xpu=bool
 sys.modules["vllm"] = Mock(__path__=[str(root)], __spec__=None)
 sys.modules["vllm.platforms"] = Mock(current_platform=platform)
 sys.modules["vllm.triton_utils"] = Mock(tl=triton.language, triton=triton)
-sys.modules["vllm.envs"] = sys.modules["vllm.logger"] = Mock(VLLM_BATCH_INVARIANT=False)
+sys.modules["vllm"].envs = sys.modules["vllm.envs"] = sys.modules["vllm.logger"] = Mock(VLLM_BATCH_INVARIANT=False)
 modes = IntEnum(
     "KVQuantMode", "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD", start=0
 )
@@ -36,5 +36,5 @@ for columns in (8, 1):  # each in a child, with a table that ends where memory e
         attention(page[0, :1], page, page, torch.empty(1, 1, 32), *rest)
         os._exit(0)
     killed.append(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
-    print(f"1 token, pages of 16, a table of {columns} columns: {'killed' if killed[-1] else 'well'}")
+    print(f"1 token, pages of 16, a table of {columns} column(s): {'killed' if killed[-1] else 'well'}")
 sys.exit(killed == [False, True])
