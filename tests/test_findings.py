@@ -48,8 +48,8 @@ def test_every_section_has_its_script_and_every_script_its_section() -> None:
     assert sorted(SECTIONS) == [script.stem for script in SCRIPTS] and len(SECTIONS) >= 11
     for name, text in SECTIONS.items():
         assert f"(findings/{name}.py)" in text
-        for word in ("Smallest case", "happens", "hy", "Contract:", "Reported:"):
-            assert word in text, (name, word)
+        for word in ("smallest case", "what happens", "why", "contract:", "reported:"):
+            assert word in text.lower(), (name, word)
         assert f"[{name}](#{name})" in PAGE, f"{name} is missing in the table"
 
 
