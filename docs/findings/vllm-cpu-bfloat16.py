@@ -1,0 +1,36 @@
+"""vLLM's CPU attention: bfloat16 outputs are truncated towards zero, not rounded to nearest."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+# The operators register themselves with torch; nothing of vLLM is imported.
+library = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+torch.ops.load_library(str(Path(find_spec("vllm").origin).parent / library))
+ops = torch.ops._C
+
+
+def attend(values, length, out):
+    """One query of zeros, so that all weights are equal, over a page of 32 tokens with these values."""
+    cache, heads, dim, dtype = torch.zeros(1, 1, 64, 32, dtype=values.dtype), 1, 32, values.dtype
+    keys, held = cache.chunk(2, 2)
+    ops.cpu_attn_reshape_and_cache(
+        torch.zeros_like(values), values, keys, held, torch.arange(32), "vec", 1.0, 1.0, "auto"
+    )
+    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [length]))
+    plan = ops.get_scheduler_metadata(1, heads, heads, dim, lengths, dtype, starts, True, -1, "vec", True, None, "auto")
+    query, table = torch.zeros(1, 1, 32, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
+    rest = (1.0, True, None, -1, table, 0.0, plan, None, None, 1.0, 1.0, "auto")
+    ops.cpu_attention_with_kv_cache(query, keys, held, out, starts, lengths, *rest)
+    return out.flatten()
+
+
+values = torch.randn(32, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+out = attend(values, 32, torch.empty(1, 1, 32, dtype=torch.bfloat16)).double()
+mean = values.double().mean(0).flatten()
+wrong = out != mean.bfloat16().double()
+towards = wrong & (out.abs() < mean.abs())
+print(f"{wrong.sum()} of 32 elements are not the nearest bfloat16; {towards.sum()} of them lie towards zero")
+sys.exit(bool(wrong.sum() >= 8 and (towards == wrong).all()))
