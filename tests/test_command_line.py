@@ -42,7 +42,7 @@ def good_slots(block_tables, seq_ids, positions, block_size):
 BAD = (
     TINY
     + """
-@kernel("slot_mapping")
+@kernel("slot_mapping", negative_slots="never")  # or its smallest case may be a padded token
 def bad_slots(block_tables, seq_ids, positions, block_size):
     return positions.long() + 1
 """
@@ -323,7 +323,7 @@ def test_a_failure_says_what_a_person_needs(bad: tuple[Path, Done]) -> None:
     folder, done = bad
     assert done.code == 1
     assert done.line("I4 violated by bad_slots: ") == "I4 violated by bad_slots: the result equals the oracle's"
-    assert done.command("seen") in ("slot 0", "slot 1")  # of a padded token, or of another
+    assert done.command("seen") == "slot 1"
     assert done.command("right") == "slot 0"
     assert done.command("where") == "token 0 (sequence 0, position 0)"
     assert done.command("layout") == "pool of 1 blocks, 1 slots each"
@@ -373,7 +373,7 @@ def test_a_failure_that_cannot_be_saved_is_reported_all_the_same(tmp_path: Path)
     done = pytest_in(tmp_path, "--adapter", "bad.py", "--hypothesis-profile", "tiny")
     assert done.code == 1
     assert "the failure could not be saved: " in done.text
-    assert done.command("seen") in ("slot 0", "slot 1")  # of a padded token, or of another
+    assert done.command("seen") == "slot 1"
     assert "--replay pf1." in done.command("or anywhere")
 
 
