@@ -162,6 +162,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(environment: Environment,
     for package in PACKAGES:
         wanted |= {str(path.relative_to(tree)) for path in (tree / package).rglob("*") if path.is_file()}
     assert names == {f"pagefuzz/{name}" for name in wanted}
+    assert "pagefuzz/kernels/peers/sglang_triton.known.toml" in names  # data, which setuptools leaves out unless told
     assert "licenses/LICENSE" in notes
     # An entry point would put the suite's options into every pytest session of the environment.
     assert "entry_points.txt" not in notes

@@ -7,6 +7,7 @@ import fnmatch
 import importlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -17,6 +18,7 @@ import torch
 
 from pagefuzz.fuzz.arena import CpuArena
 from pagefuzz.fuzz.drawing import each_case
+from pagefuzz.fuzz.known import SUFFIX, read
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import token
 from pagefuzz.fuzz.session import UsageError, load_peers
@@ -25,7 +27,7 @@ from pagefuzz.kernels import peers, registry
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.pairs import with_pairs
 from pagefuzz.kernels.peers import PEERS, NotLoaded, Peer, leaf
-from pagefuzz.kernels.registry import Kernel, registered
+from pagefuzz.kernels.registry import Declaration, Kernel, registered
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.tests.commands import TREE, pytest_in
@@ -57,6 +59,40 @@ def test_every_adapter_is_in_the_catalogue_and_registers_what_that_says() -> Non
             and any(isinstance(one, ast.Call) and ast.unparse(one.func) == "kernel" for one in each.decorator_list)
         ]
         assert tuple(functions) == peer.kernels
+
+
+KNOWN_FAILURES = sorted(path.name.removesuffix(SUFFIX) for path in (TREE / "kernels/peers").glob(f"*{SUFFIX}"))
+
+
+def test_files_of_known_failures_stand_beside_adapters() -> None:
+    assert KNOWN_FAILURES
+    assert set(KNOWN_FAILURES) <= set(BY_MODULE)
+
+
+@pytest.mark.parametrize("module", KNOWN_FAILURES)
+def test_known_failures_are_valid(module: str) -> None:
+    """Without the peer: its adapter's source says which operation each kernel is for."""
+    peer, folder = BY_MODULE[module], TREE / "kernels/peers"
+    operations = {
+        each.name: ast.literal_eval(one.args[0])
+        for each in ast.parse((folder / f"{module}.py").read_text()).body
+        if isinstance(each, ast.FunctionDef)
+        for one in each.decorator_list
+        if isinstance(one, ast.Call) and ast.unparse(one.func) == "kernel"
+    }
+    kernels = {name: Kernel(name, OPERATIONS[what], never, Declaration()) for name, what in operations.items()}
+    path = folder / f"{module}{SUFFIX}"
+    entries = read(path, path.name, peer.kernels, with_pairs(kernels), "cpu")
+    assert len(entries) == len(tomllib.loads(path.read_text())["known"])
+    headings = re.findall(r"^### (.+)$", (TREE / "docs/findings.md").read_text(), re.MULTILINE)
+    for entry in entries:
+        place = re.search(r"docs/findings\.md#(\S+)$", entry.reason)
+        assert place, f"{entry.label}: its reason should end in the place where docs/findings.md tells of it"
+        assert place[1] in headings, entry.label
+
+
+def never(*arguments: object) -> None:
+    raise AssertionError("only read about, never run")
 
 
 def test_names_are_the_peers_own() -> None:
