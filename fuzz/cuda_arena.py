@@ -49,7 +49,7 @@ class _Driver:
     RuntimeError where a call fails."""
 
     def __init__(self, index: int) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
+        self.calls = ctypes.CDLL("libcuda.so.1")
         self.properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, index))
         self.access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
         granule = ctypes.c_size_t()
@@ -57,7 +57,7 @@ class _Driver:
         self.granule = granule.value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self.library, name)(*arguments):
+        if error := getattr(self.calls, name)(*arguments):
             raise RuntimeError(f"{name} failed with CUDA's error {error}")
 
     def reserve(self, size: int) -> int:

@@ -17,8 +17,8 @@ MOST_BYTES = 1 << 36
 LEAST_BYTES = 1 << 30
 MARGIN = 1 << 14  # bytes around a small buffer, and around each piece of a large one, that are compared exactly
 SMALL = 1 << 22  # bytes up to which all of a buffer is compared exactly
-_NOTHING = np.empty(0, dtype=np.uint8)
 CHUNK = 1 << 26  # bytes in which a stray write far from everything is looked for
+_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 class DeviceArena(Arena):
@@ -169,16 +169,17 @@ def _merged(runs: Runs) -> Runs:
     return merged
 
 
-def arena_bytes(free: int, workers: int) -> int:
-    """Bytes of a dense arena where `free` bytes of a device are there for `workers` processes.
+def arena_bytes(total: int, workers: int) -> int:
+    """Bytes of a dense arena where `workers` processes share a device of `total` bytes: of what it has and not of what
+    is free just now, so that a seed draws the same cases in every process.
 
     Raises RuntimeError where that leaves less than 1 GiB for each.
     """
     size = MOST_BYTES
-    while size > free * 3 // 4 // workers:
+    while size > total * 3 // 4 // workers:
         size //= 2
     if size < LEAST_BYTES:
         raise RuntimeError(
-            f"the device has {free / 2**30:.1f} GiB free, and {workers} workers want 1 GiB each: use fewer (-n)"
+            f"the device has {total / 2**30:.1f} GiB, and {workers} workers want 1 GiB each: use fewer (-n)"
         )
     return size

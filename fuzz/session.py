@@ -336,6 +336,8 @@ class Session:
         name, kernels = kernel.name, [kernel]
         if self.device != "cpu" or self.sanitizer:  # one process for all: it takes seconds to start, and memory
             name, kernels = "", list({**with_pairs(registered()), **self.kernels}.values())
+        if name in self.isolated and kernel.name not in self.isolated[name].kernels:  # registered since, by a replay
+            self.isolated.pop(name).close()
         if name not in self.isolated:
             self.isolated[name] = Isolated(
                 kernels, self.make_runner, self.case_limit, self._memory(), self._recipe, self.sanitizer

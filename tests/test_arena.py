@@ -719,3 +719,23 @@ def test_poison_lies_around_a_tensor_of_every_dtype(placed: Callable[[Arguments]
         )
         for outside in (around[0].item(), around[4].item()):
             assert outside == -1 or (dtype.endswith(("16", "32")) and np.isnan(outside))
+
+
+@triton.jit
+def nothing(keys, again, values):
+    pass
+
+
+def test_a_launch_copies_nothing_of_keys_and_values_in_one_tensor() -> None:
+    """Not even where a tensor is passed twice, for which Triton's interpreter copies every storage back."""
+    packed = CacheLayout("N2SHD")
+    case = ReshapeAndCacheCase(
+        block_size=16, num_blocks=30_000, slots=(5,), head_dim=8, k_layout=packed, v_layout=packed
+    )
+    assert case.packed
+
+    def launches(key, value, k_cache, v_cache, slot_mapping):
+        nothing[(1,)](k_cache, k_cache, v_cache)
+
+    seen = observe(case, launches)
+    assert seen.raised is None and seen.touched == {} and seen.changes == {}

@@ -139,6 +139,15 @@ def test_a_run_that_raises_leaves_nothing_either(arena: DeviceArena) -> None:
     assert observe(arena, WRITE, lambda *arguments: None).changes == {}
 
 
+def test_a_case_that_nobody_looked_at_leaves_nothing(arena: DeviceArena) -> None:
+    """As where a run is interrupted."""
+    arena.place(arguments_of(WRITE))
+    places = [(start, start + buffer.size * 4) for start, buffer in arena.places]
+    assert not any(is_poison(arena, first, last) for first, last in places[:1])
+    arena.forget()
+    assert all(is_poison(arena, first, last) for first, last in places)
+
+
 def test_a_case_that_does_not_fit_leaves_the_arena_empty(arena: DeviceArena) -> None:
     many = ReshapeAndCacheCase(num_kv_heads=1, head_dim=1, block_size=1, num_blocks=2**60, slots=(0,))
     with pytest.raises(InvalidCase, match="more than the"):
@@ -154,7 +163,7 @@ def test_every_invariant_can_judge_a_stray_write(arena: DeviceArena) -> None:
     kernel = Kernel("narrow", OPERATIONS["reshape_and_cache"], narrow, Declaration())
     for dtype in ("float32", "float16", "bfloat16"):
         verdict = Judge(kernel, Runner(arena, interpreted=False)).verdict(replace(WRITE, dtype=dtype))
-        assert {verdict.named, *verdict.also} >= {"I4"}
+        assert {verdict.named, *verdict.also} >= {"I4", "I6"}
 
 
 @pytest.mark.parametrize("name", ["torch_slot_mapping", "torch_reshape_and_cache", "torch_paged_decode_attention"])

@@ -822,6 +822,16 @@ def test_a_shortage_counts_only_in_a_fresh_process(started: Callable[..., Isolat
     assert str(observe(short, one_token(2)).raised).startswith("RuntimeError: CUDA error: out of memory (at ")
 
 
+def test_a_kernel_that_is_registered_later_runs_on_a_device_too(tmp_path: Path) -> None:
+    first, later = (Kernel(name, OPERATIONS["slot_mapping"], at(2, os.abort), Declaration()) for name in ("a", "b"))
+    session = Session("cuda", 1, 0, {"a": first}, tmp_path)
+    runs = session.runner_for(first)
+    assert session.runner_for(first) is runs
+    session.kernels["b"] = later
+    found = session.runner_for(later)
+    assert isinstance(found, Isolated) and {"a", "b"} <= found.kernels.keys()
+
+
 def test_devices_are_dealt_round_robin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (("device_count", 2), ("is_initialized", False)):
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)

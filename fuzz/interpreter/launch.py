@@ -94,13 +94,11 @@ def launching(interpreter: Any, tl: Any) -> Patches:
         with torch._C.DisableTorchFunction():
             given = [*args, *kwargs.values()]
             tensors = [id(arg) for arg in given if isinstance(arg, torch.Tensor)]
-            executor.same_memory = all(on_host(arg) for arg in given)
-            executor.in_place = executor.same_memory and len(set(tensors)) == len(tensors)
+            executor.in_place = all(on_host(arg) for arg in given) and len(set(tensors)) == len(tensors)
         return (list(args), dict(kwargs)) if executor.in_place else stock_init(executor, args, kwargs)
 
     def restore_args_dev(executor: Any, args: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
-        # Stock copies every storage onto itself, which fills the holes of two sparse tensors in one buffer.
-        if not executor.same_memory:
+        if not executor.in_place:
             stock_restore(executor, args, args_hst, kwargs, kwargs_hst)
 
     def str_to_ty(name: Any, constexpr: Any) -> Any:

@@ -30,7 +30,7 @@ _write = leaf.load(
 )
 
 
-# Nothing is declared: the file asks for no dtype ("TODO: support fp8 dtype" only), no size and no dtype of slots; "if
+# Nothing is declared: the file asks for no dtype (it only says that fp8 is to come), no size and no dtype of slots; "if
 # slot_idx < 0: return"; the grid is as long as slot_mapping; rows of key and value lie at stride(0). Only contiguous
 # caches: the offset in a block is computed from num_heads * head_size.
 @kernel("reshape_and_cache")
