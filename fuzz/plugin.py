@@ -295,6 +295,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(MOST_SHARING * count, len(os.sched_getaffinity(0)))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """xdist: what depends on chance or on the disk goes from the controller to the workers."""
     node.workerinput["pagefuzz_seed"] = node.config.stash[SESSION].seed

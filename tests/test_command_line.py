@@ -126,6 +126,13 @@ def test_a_pair_is_fuzzed_chosen_and_replayed_by_its_name(tmp_path: Path) -> Non
     assert alone.code == 0 and "write_then_decode" not in alone.text, alone.text
 
 
+def test_a_run_without_xdist_is_a_run(good: tuple[Path, Done], tmp_path: Path) -> None:
+    write(tmp_path, "good.py", GOOD)
+    options = ("--adapter", "good.py", "--hypothesis-profile", "shards", "--hypothesis-seed=7")
+    alone = pytest_in(tmp_path, *options, "-p", "no:xdist")
+    assert alone.code == 0 and counts(alone.text) == counts(good[1].text), alone.text
+
+
 def test_a_file_that_has_nothing_to_do_is_no_error(tmp_path: Path) -> None:
     tests = [str(TREE / "fuzz/test_slot_mapping.py"), str(TREE / "fuzz/test_saved_failures.py")]
     done = pytest_in(tmp_path, "--kernel", "torch_reshape*", tests=tests)

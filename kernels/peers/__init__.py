@@ -102,7 +102,12 @@ PEERS = (
         "FlashInfer's CUDA kernels",
         "flashinfer",
         "pip install flashinfer-python==0.6.0",
-        ("flashinfer_append_paged_kv_cache", "flashinfer_batch_decode"),
+        (
+            "flashinfer_append_paged_kv_cache",
+            "flashinfer_batch_decode",
+            "flashinfer_batch_decode_fa2",
+            "flashinfer_batch_decode_fa3",
+        ),
     ),
 )
 

@@ -1,8 +1,15 @@
-"""FlashInfer's CUDA kernels. It compiles them with nvcc when they are first called, which takes a minute or two."""
+"""FlashInfer's CUDA kernels.
+
+FlashInfer compiles a module for each dtype and head dim with nvcc. All that the cases below can ask for are compiled when
+this file is loaded, once a machine and version (FlashInfer keeps them): a case that had to wait for nvcc would count as
+one that hangs.
+"""
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import sys
 from typing import Any
 
 import torch
@@ -12,11 +19,41 @@ from pagefuzz.kernels.registry import kernel
 _flashinfer: Any = importlib.import_module("flashinfer")
 
 WORKSPACE = 128 << 20  # bytes: "The recommended size is 128MB"
+DTYPES = ("float16", "bfloat16")  # attention/generate_kernels: of the dtypes of a case, float32 is no cache's there
+HEAD_DIMS = (64, 128, 256)  # utils.cuh, DISPATCH_HEAD_DIM; 512 is beyond what cases have
 DECLARED: dict[str, Any] = {
-    "dtypes": ["float16", "bfloat16"],  # float32 is no dtype of a cache there
-    "head_dims": [64, 128, 256],
+    "dtypes": DTYPES,
+    "head_dims": HEAD_DIMS,
+    # "a tuple (k_cache, v_cache)" in either layout, or "a single 5-D tensor"; page.cu and batch_decode.cu want the same
+    # strides for both, which "strided" does not give.
+    "cache_layouts": ["contiguous", "hnd", "packed"],
     "devices": ["cuda"],
 }
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def _compile() -> None:
+    """Compile what is not compiled yet."""
+    from flashinfer.jit import build_jit_specs, gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.page import gen_page_module
+
+    specs = [gen_page_module()]
+    for name, dim in itertools.product(DTYPES, HEAD_DIMS):
+        types = (*[getattr(torch, name)] * 3, torch.int32)
+        specs.append(gen_batch_decode_module(*types, dim, dim, 0, False, False))
+        for backend in ("fa2", "fa3") if _is_hopper() else ("fa2",):
+            specs.append(gen_batch_prefill_module(backend, *types, dim, dim, 0, False, False, False))
+    missing = [spec for spec in specs if not spec.is_compiled]
+    if missing:
+        print(f"FlashInfer compiles {len(missing)} of its modules, once; this takes minutes.", file=sys.stderr, flush=True)
+        build_jit_specs(missing)
+
+
+if torch.cuda.is_available():
+    _compile()
 
 
 @kernel(
@@ -44,18 +81,14 @@ def flashinfer_append_paged_kv_cache(
     )
 
 
-@kernel(
-    "paged_decode_attention",
-    unit_roundoff={"weights": "input"},  # tensor cores take the weights in the dtype of the values
-    **DECLARED,
-)
-def flashinfer_batch_decode(
+def _decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    **wrapper_options: Any,
 ) -> torch.Tensor:
     """Pages go as indices[indptr[b] : indptr[b + 1]], and how many tokens the last one of each sequence holds."""
     page_size, device, lengths = k_cache.shape[1], q.device, context_lens.long()
@@ -64,7 +97,7 @@ def flashinfer_batch_decode(
     indptr[1:] = pages.cumsum(0)
     owned = torch.arange(block_tables.shape[1], device=device) < pages[:, None]
     wrapper = _flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(WORKSPACE, dtype=torch.uint8, device=device), "NHD", use_tensor_cores=True
+        torch.zeros(WORKSPACE, dtype=torch.uint8, device=device), "NHD", **wrapper_options
     )
     wrapper.plan(
         indptr,
@@ -78,4 +111,55 @@ def flashinfer_batch_decode(
         kv_data_type=k_cache.dtype,
         sm_scale=scale,
     )
-    return wrapper.run(q.contiguous(), (k_cache, v_cache))
+    return wrapper.run(q, (k_cache, v_cache))
+
+
+@kernel(
+    "paged_decode_attention",
+    group_sizes=[1, 2, 3, 4, 8],  # utils.cuh, DISPATCH_GQA_GROUP_SIZE
+    unit_roundoff={"weights": "input"},  # decode.cuh, tmp_v: the parts of a split context lie in the output's dtype
+    **DECLARED,
+)
+def flashinfer_batch_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return _decode(q, k_cache, v_cache, block_tables, context_lens, scale)
+
+
+@kernel(
+    "paged_decode_attention",
+    unit_roundoff={"weights": "input"},  # tensor cores take the weights in the dtype of the values
+    **DECLARED,
+)
+def flashinfer_batch_decode_fa2(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return _decode(q, k_cache, v_cache, block_tables, context_lens, scale, use_tensor_cores=True, backend="fa2")
+
+
+if _is_hopper():  # utils.py, is_sm90a_supported; what backend="auto" takes there
+
+    @kernel(
+        "paged_decode_attention",
+        unit_roundoff={"weights": "input"},  # as above
+        **DECLARED,
+    )
+    def flashinfer_batch_decode_fa3(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        return _decode(q, k_cache, v_cache, block_tables, context_lens, scale, use_tensor_cores=True, backend="fa3")
