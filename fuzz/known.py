@@ -8,6 +8,7 @@ So they come along wherever the adapter does, and no command has to name them. O
     invariants = ["I13", "I4"]                              # all of those that it makes the kernel break
     when = { has = ["context length 0"], D = { at_least = 64 } }    # the cases; or when = "always"
     seen = "nan"                                            # optional: a part of what the report says was seen
+    unit_roundoff = { weights = "input" }                   # optional: right, if this much rounding were declared
     reason = "the last step divides by the sum of no weights"
     link = "https://example.org/issues/1"                   # optional
     devices = ["cuda"]                                      # optional: torch device types; else on all
@@ -27,8 +28,8 @@ import fnmatch
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,7 @@ import msgspec
 from msgspec import Meta
 
 from pagefuzz.fuzz.saved import one_line
-from pagefuzz.kernels.registry import Kernel
+from pagefuzz.kernels.registry import Declaration, Kernel, RegistrationError, checked_unit_roundoff
 from pagefuzz.oracles.invariant import Violation, invariants, invariants_of
 from pagefuzz.strategies import CASES
 from pagefuzz.strategies.case import Case
@@ -97,7 +98,8 @@ class Entry:
 
     label: the file and the number of the entry. pattern, kernels: the kernel as it was written, and those that it names
     on this device. invariants: the ids that the failure makes the kernels break. seen: a part of what the violation
-    says was seen; "" for anything.
+    says was seen; "" for anything. unit_roundoff: what the failure rounds beyond what is declared; with that declared
+    too, nothing is violated. Empty where that is not asked.
     """
 
     label: str
@@ -108,10 +110,15 @@ class Entry:
     reason: str
     link: str = ""
     seen: str = ""
+    unit_roundoff: Mapping[str, str] = field(default_factory=dict)
 
     def why(self) -> str:
         """The reason and the link, in one line."""
         return f"{self.reason} ({self.link})" if self.link else self.reason
+
+    def loosened(self, declared: Declaration) -> Declaration:
+        """A declaration with what this failure rounds as well."""
+        return replace(declared, unit_roundoff={**declared.unit_roundoff, **self.unit_roundoff})
 
 
 def entries_of(entries: Iterable[Entry], kernel: str) -> tuple[Entry, ...]:
@@ -119,11 +126,31 @@ def entries_of(entries: Iterable[Entry], kernel: str) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if kernel in entry.kernels)
 
 
-def explanation(entries: Iterable[Entry], invariant: str, violation: Violation, cases: Iterable[Case]) -> Entry | None:
-    """The first entry that explains why an invariant is violated. `cases`: the case, and the twins that the invariant
-    compares it with, since either of the two runs may be the one that is known to be wrong."""
-    fitting = (entry for entry in entries if invariant in entry.invariants and entry.seen in violation.seen)
-    return next((entry for entry in fitting if any(map(entry.when.holds, cases))), None)
+def explanation(
+    entries: Iterable[Entry],
+    invariant: str,
+    violation: Violation,
+    cases: Sequence[Case],
+    beyond: Callable[[Entry], Violation | None],
+) -> Entry | None:
+    """The first entry that explains why an invariant is violated.
+
+    cases: the case, and the twins that the invariant compares it with, since either of the two runs may be the one that
+    is known to be wrong. beyond: how the invariant is violated with the unit round-off of an entry declared as well; if
+    it still is, another entry must explain that.
+    """
+    speaking = [entry for entry in entries if invariant in entry.invariants and any(map(entry.when.holds, cases))]
+    plain = [entry for entry in speaking if not entry.unit_roundoff]
+
+    def is_plain(found: Violation) -> bool:
+        return any(entry.seen in found.seen for entry in plain)
+
+    for entry in speaking:
+        if entry.seen in violation.seen:
+            left = beyond(entry) if entry.unit_roundoff else None
+            if left is None or is_plain(left):
+                return entry
+    return None
 
 
 # ---- reading
@@ -137,6 +164,7 @@ class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     when: dict[str, Any] | str
     reason: str
     seen: str | None = None
+    unit_roundoff: dict[str, str] | None = None
     link: str | None = None
     devices: list[str] | None = None
 
@@ -205,6 +233,12 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
             raise Unusable(f"`{key}` is blank: leave it out, or fill it in.")
     if written.link is not None and not written.link.startswith(("https://", "http://")):
         raise Unusable(f"link = {one_line(written.link, 80)!r} should begin with https:// or http://.")
+    if written.unit_roundoff == {}:
+        raise Unusable("`unit_roundoff` is empty: leave it out, or say what is rounded, as { weights = 'input' }.")
+    try:
+        roundoff = checked_unit_roundoff("unit_roundoff", written.unit_roundoff or {})
+    except RegistrationError as error:
+        raise Unusable(str(error)) from None
     if written.devices == []:
         raise Unusable("`devices` is empty: leave it out, or name torch device types, as ['cuda'].")
     chosen = {name: kernel for name, kernel in kernels.items() if fnmatch.fnmatchcase(name, written.kernel)}
@@ -227,6 +261,7 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
         reason=one_line(" ".join(written.reason.split())),
         link=one_line(written.link or ""),
         seen=written.seen or "",
+        unit_roundoff=roundoff,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagefuzz.fuzz.known import Entry, explanation
 from pagefuzz.fuzz.run import Observer
-from pagefuzz.kernels.registry import Kernel
+from pagefuzz.kernels.registry import Declaration, Kernel
 from pagefuzz.oracles.answers import OracleDisagreement, answer, check_oracles
 from pagefuzz.oracles.invariant import Invariant, Violation, invariants_of
 from pagefuzz.oracles.observation import Observation
@@ -150,7 +150,7 @@ class Judge:
             found = self._ask(item, case, runs, with_twins=item in paid)
             if found is not None:
                 violated[item] = found
-                known |= self._known(item, found, case)
+                known |= self._known(item, found, case, runs, with_twins=item in paid)
                 if asked is None and item.id not in known:
                     break
         if asked is None and len(known) < len(violated):
@@ -158,7 +158,7 @@ class Judge:
                 found = self._ask(item, case, runs) if item not in violated else None
                 if found is not None:
                     violated[item] = found
-                    known |= self._known(item, found, case)
+                    known |= self._known(item, found, case, runs)
         loose = bool(getattr(answer(case, declared), "loose", False))
         judged = tuple(item.id for item in first if item in paid)
         if not violated:
@@ -169,16 +169,31 @@ class Judge:
         kind, ended = VIOLATION if unknown else KNOWN, ended.partition(":")[0]
         return Verdict(kind, named, violated[named], also, judged, loose, runs.count, ended=ended, known=known)
 
-    def _known(self, item: Invariant, found: Violation, case: Case) -> dict[str, Entry]:
+    def _known(
+        self, item: Invariant, found: Violation, case: Case, runs: _Runs, with_twins: bool = True
+    ) -> dict[str, Entry]:
         """The entry that explains a violation, by the invariant's id, if there is one."""
         if not self.known:
             return {}
-        entry = explanation(self.known, item.id, found, [case, *item.twins(case, self.kernel.declared).values()])
+
+        def beyond(entry: Entry) -> Violation | None:
+            return self._ask(item, case, runs, with_twins, entry.loosened(self.kernel.declared))
+
+        cases = [case, *item.twins(case, self.kernel.declared).values()]
+        entry = explanation(self.known, item.id, found, cases, beyond)
         return {item.id: entry} if entry else {}
 
-    def _ask(self, item: Invariant, case: Case, runs: _Runs, with_twins: bool = True) -> Violation | None:
+    def _ask(
+        self,
+        item: Invariant,
+        case: Case,
+        runs: _Runs,
+        with_twins: bool = True,
+        judged_as: Declaration | None = None,
+    ) -> Violation | None:
+        """judged_as: the declaration that a result is held to, in place of the kernel's own."""
         twins = item.twins(case, self.kernel.declared) if with_twins else {}
         try:
-            return item.judge(case, _Observations(runs, twins), self.kernel.declared)
+            return item.judge(case, _Observations(runs, twins), judged_as or self.kernel.declared)
         except InvalidCase:
             return None  # a twin does not fit this machine's arena: nothing to compare with

@@ -129,6 +129,18 @@ def _closest(word: str, words: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known are {_listed(known)}."
 
 
+def checked_unit_roundoff(said: str, value: Any) -> Mapping[str, str]:
+    """`value` as Declaration.unit_roundoff. Raises RegistrationError, in a sentence that begins with `said`."""
+    if not isinstance(value, Mapping):
+        raise RegistrationError(f"{said} should be a dict such as {{'weights': 'input'}}.")
+    for what, precision in value.items():
+        if what not in ROUNDED:
+            raise RegistrationError(f"{said}: unknown {what!r}; {_closest(str(what), ROUNDED)}")
+        if precision not in PRECISIONS:
+            raise RegistrationError(f"{said}: {precision!r} is not one of {_listed(PRECISIONS)}.")
+    return MappingProxyType(dict(value))
+
+
 def _checked(kernel_name: str, declarations: Mapping[str, Any]) -> Declaration:
     known = [item.name for item in fields(Declaration)]
     values: dict[str, Any] = {}
@@ -161,14 +173,7 @@ def _checked(kernel_name: str, declarations: Mapping[str, Any]) -> Declaration:
                 raise RegistrationError(f"{said} should be 'any' or a list of torch device types such as ['cuda'].")
             value = value if value == "any" else tuple(value)
         elif name == "unit_roundoff":
-            if not isinstance(value, Mapping):
-                raise RegistrationError(f"{said} should be a dict such as {{'weights': 'input'}}.")
-            for what, precision in value.items():
-                if what not in ROUNDED:
-                    raise RegistrationError(f"{said}: unknown {what!r}; {_closest(str(what), ROUNDED)}")
-                if precision not in PRECISIONS:
-                    raise RegistrationError(f"{said}: {precision!r} is not one of {_listed(PRECISIONS)}.")
-            value = MappingProxyType(dict(value))
+            value = checked_unit_roundoff(said, value)
         values[name] = value
     return Declaration(**values)
 
