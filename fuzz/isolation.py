@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.plain_arena import PlainArena
-from pagefuzz.fuzz.run import Runner
+from pagefuzz.fuzz.run import TORCHS_ADVICE, Runner
 from pagefuzz.fuzz.sanitizer import ENVIRONMENT, MOST_LOG, SLOWER, Log, Sanitizer, new_log, read, said
 from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation
@@ -401,7 +401,7 @@ def _nothing(*arguments: object, **keywords: object) -> None:
 
 
 def _last_line(said: str) -> str:
-    return said.strip().rpartition("\n")[2][-LAST_WORDS:]
+    return said.partition(TORCHS_ADVICE)[0].strip().rpartition("\n")[2][-LAST_WORDS:]
 
 
 def _name(number: int) -> str:

@@ -20,7 +20,7 @@ from pagefuzz.kernels.registry import Kernel
 from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
 from pagefuzz.strategies.case import Case, Limits, arguments_of
 
-_TORCHS_ADVICE = "\nSearch for `cuda"  # on how to debug follows what went wrong
+TORCHS_ADVICE = "\nSearch for `cuda"  # on how to debug follows what went wrong
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
 
 
@@ -165,8 +165,14 @@ class Runner:
         return in_order(order)
 
     def _is_alive(self) -> bool:
-        """Whether the device still answers. After an illegal access it does not, in this process."""
+        """Whether the device still answers. After an illegal access it does not, in this process.
+
+        An error of the launch itself, of an empty grid say, stays behind where the kernel has raised it: the next
+        launch raises it again, and so is ours.
+        """
         if self.arena.device.type != "cpu":
+            with suppress(RuntimeError):
+                torch.ones(1, device=self.arena.device)
             try:
                 torch.get_device_module(self.arena.device).synchronize(self.arena.device)
             except Exception:
@@ -186,7 +192,7 @@ def _raised(error: BaseException) -> Raised:
         if not frame.filename.startswith((*not_the_authors, "<"))
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
-    message = " ".join(str(error).split(_TORCHS_ADVICE)[0].split())
+    message = " ".join(str(error).split(TORCHS_ADVICE)[0].split())
     return Raised(type(error).__name__, message[:500], where, inside)
 
 

@@ -206,3 +206,18 @@ def test_the_size_of_a_dense_arena() -> None:
     assert LEAST_BYTES % CHUNK == 0
     with pytest.raises(RuntimeError, match=r"4\.0 GiB.*4 workers want 1 GiB each: use fewer \(-n\)"):
         arena_bytes(4 << 30, 4)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="it is CUDA's runtime that remembers an error: it needs a card"
+)
+def test_an_error_that_a_kernel_raises_does_not_stay_behind() -> None:
+    def mine(*arguments: Any) -> None:
+        torch.cuda.cudart().cudaHostUnregister(64)  # no such memory: an error, of no launch, which is remembered
+        raise ValueError("mine")
+
+    arena = CudaArena(torch.device("cuda"))
+    for _ in range(2):
+        seen = observe(arena, WRITE, mine)
+        assert not seen.ended and seen.raised is not None and seen.raised.message == "mine"
+    assert observe(arena, WRITE, lambda *arguments: None).raised is None

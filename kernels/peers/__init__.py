@@ -105,6 +105,7 @@ PEERS = (
         (
             "flashinfer_append_paged_kv_cache",
             "flashinfer_batch_decode",
+            "flashinfer_batch_decode_any_stride",
             "flashinfer_batch_decode_fa2",
             "flashinfer_batch_decode_fa3",
         ),

@@ -32,6 +32,13 @@ DECLARED: dict[str, Any] = {
 }
 
 
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy where rows do not begin at multiples of 16 bytes: they are loaded as vectors of 16 bytes, and
+    else that is an illegal access (docs/findings.md#flashinfer-misaligned-rows)."""
+    is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
 def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -50,7 +57,9 @@ def _compile() -> None:
             specs.append(gen_batch_prefill_module("fa3", *types, dim, dim, 0, False, False, False))
     missing = [spec for spec in specs if not spec.is_compiled]
     if missing:
-        print(f"FlashInfer compiles {len(missing)} of its modules, once; this takes minutes.", file=sys.stderr, flush=True)
+        print(
+            f"FlashInfer compiles {len(missing)} of its modules, once; this takes minutes.", file=sys.stderr, flush=True
+        )
         build_jit_specs(missing)
 
 
@@ -71,8 +80,8 @@ def flashinfer_append_paged_kv_cache(
     pages, nth = torch.unique(slots // page_size, return_inverse=True)
     zeros = torch.zeros_like(slots, dtype=torch.int32)
     _flashinfer.append_paged_kv_cache(
-        key[: len(slots)],
-        value[: len(slots)],
+        _aligned(key[: len(slots)]),
+        _aligned(value[: len(slots)]),
         zeros,
         (nth * page_size + slots % page_size).int(),
         (k_cache, v_cache),
@@ -130,6 +139,24 @@ def flashinfer_batch_decode(
     context_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    return _decode(_aligned(q), k_cache, v_cache, block_tables, context_lens, scale)
+
+
+@kernel(
+    "paged_decode_attention",
+    group_sizes=[1, 2, 3, 4, 8],  # this and the next as above
+    unit_roundoff={"weights": "input"},
+    **DECLARED,
+)
+def flashinfer_batch_decode_any_stride(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The same with q as it comes: nothing says how rows must be aligned."""
     return _decode(q, k_cache, v_cache, block_tables, context_lens, scale)
 
 
@@ -146,22 +173,23 @@ def flashinfer_batch_decode_fa2(
     context_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    q = _aligned(q)
     return _decode(q, k_cache, v_cache, block_tables, context_lens, scale, use_tensor_cores=True, backend="fa2")
 
 
-if _is_hopper():  # utils.py, is_sm90a_supported; what backend="auto" takes there
-
-    @kernel(
-        "paged_decode_attention",
-        unit_roundoff={"weights": "input"},  # as above
-        **{**DECLARED, "head_dims": FA3_HEAD_DIMS},
-    )
-    def flashinfer_batch_decode_fa3(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        return _decode(q, k_cache, v_cache, block_tables, context_lens, scale, use_tensor_cores=True, backend="fa3")
+@kernel(
+    "paged_decode_attention",
+    unit_roundoff={"weights": "input"},  # as above
+    # utils.py, is_sm90a_supported: on other cards there is no such backend, and on these "auto" means this one.
+    **{**DECLARED, "head_dims": FA3_HEAD_DIMS, "devices": ["cuda"] if _is_hopper() else ["cuda 9.0"]},
+)
+def flashinfer_batch_decode_fa3(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    q = _aligned(q)
+    return _decode(q, k_cache, v_cache, block_tables, context_lens, scale, use_tensor_cores=True, backend="fa3")
