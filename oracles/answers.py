@@ -254,13 +254,15 @@ def bits_differ(
     """Where the result of a twin that must equal the case's differs from it, or that only the case finished.
 
     what: of the twin, in words that end a sentence; otherwise: the case's own, the same way. Bit for bit if the kernel
-    is declared deterministic, else not at all (both are held to the bound by I4). Only for operations whose result does
-    not name blocks. Rows that are left untouched are not looked at.
+    is declared deterministic, else only that not one of the two is right and the other wrong. Only for operations whose
+    result does not name blocks. Rows that are left untouched are not looked at.
     """
     if run.finished and not twin.finished:
         return unfinished(twin, what)
-    if not run.finished or not declared.deterministic or run.same_result(twin):
+    if not run.finished or run.same_result(twin):
         return None
+    if not declared.deterministic:
+        return _one_is_wrong(case, run, twin, declared, what, otherwise)
     if run.output is None or twin.output is None:
         return _cache_differs(case, run, twin, what, otherwise)
     if run.output.bits.ndim != 3:
@@ -269,6 +271,17 @@ def bits_differ(
         return Violation(seen, "the same slot", f"token {t}")
     rows = range(len(case.context_lens))
     return rows_differ(case, run, twin, rows, declared, what, otherwise)
+
+
+def _one_is_wrong(
+    case: Any, run: Observation, twin: Observation, declared: Declaration, what: str, otherwise: str
+) -> Violation | None:
+    mine, theirs = first_difference(case, run, declared), first_difference(case, twin, declared)
+    if mine and not theirs:
+        return Violation(f"{mine.seen} {otherwise}", f"{mine.right}; the kernel is right {what}", mine.where)
+    if theirs and not mine:
+        return Violation(f"{theirs.seen} {what}", f"{theirs.right}; the kernel is right {otherwise}", theirs.where)
+    return None
 
 
 def rows_differ(

@@ -172,6 +172,30 @@ EXPECTED = [
         id="tail_added",
     ),
     pytest.param(
+        tail_added,
+        replace(DECODE, poison="nan"),
+        "I8",
+        {"deterministic": False},
+        (
+            "out[1, 0, 0] = nan with nan where nobody owns",
+            "0.356811523, give or take 4.09e-07; the kernel is right with zeros there",
+            "sequence 1 (context length 1), head 0, dim 0",
+        ),
+        id="tail_added not deterministic",
+    ),
+    pytest.param(
+        tail_added,
+        replace(DECODE, poison="zeros"),
+        "I8",
+        {"deterministic": False},
+        (
+            "out[1, 0, 0] = nan with nan there",
+            "0.356811523, give or take 4.09e-07; the kernel is right with zeros where nobody owns",
+            "sequence 1 (context length 1), head 0, dim 0",
+        ),
+        id="tail_added not deterministic, the twin",
+    ),
+    pytest.param(
         contiguous_wanted,
         HEADS_OUTSIDE,
         "I10",
