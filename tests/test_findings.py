@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from pagefuzz.fuzz.arena import CpuArena
 from pagefuzz.fuzz.known import entries_of
@@ -26,6 +27,7 @@ from pagefuzz.kernels.registry import Declaration, registered
 from pagefuzz.oracles.answers import LOOP, check_oracles
 from pagefuzz.strategies.case import Case
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
+from pagefuzz.tests.commands import pytest_in
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "findings.md").read_text()
@@ -33,7 +35,13 @@ SCRIPTS = sorted((DOCS / "findings").glob("*.py"))
 CASES = sorted((DOCS / "findings").glob("*.json"))
 LONGEST = 40
 LARGEST = 4096  # bytes of a saved case
-PACKAGES = {"sglang": "sglang", "flag-gems": "flag_gems", "vllm": "vllm", "pytorch": "torch"}
+PACKAGES = {
+    "flashinfer": "flashinfer",
+    "sglang": "sglang",
+    "flag-gems": "flag_gems",
+    "vllm": "vllm",
+    "pytorch": "torch",
+}
 SECTIONS = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))
 
 
@@ -42,11 +50,21 @@ def _peer(script: Path) -> Peer:
     return next(peer for peer in PEERS if peer.package == package)
 
 
+def _device(peer: Peer) -> str:
+    return "cuda" if peer.module == "flashinfer_cuda" else "cpu"
+
+
+def _skip_without(peer: Peer) -> None:
+    if not peer.is_installed():
+        pytest.skip(f"{peer.package} is not installed: {peer.command}")
+    if _device(peer) == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{peer.title} need a GPU")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_finding_shows(script: Path) -> None:
     peer = _peer(script)
-    if not peer.is_installed():
-        pytest.skip(f"{peer.package} is not installed: {peer.command}")
+    _skip_without(peer)
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     said = run.stdout + run.stderr
@@ -125,7 +143,22 @@ BY_HAND = {
     ),
     "vllm-cpu-tail": Worked("vllm_cpu_attention", "I8", {"-0.22393798828125": _element_0}, "nan"),
     "vllm-cpu-bfloat16": Worked("vllm_cpu_attention", "I4", {"0.781019": lambda out: out[0][0][1]}, "0.77734375"),
-    "pytorch-flex-pool": Worked("pytorch_flex_paged_attention", "I4", {"-0.22393798828125": _element_0}, "nan"),
+    "pytorch-flex-pool": Worked("pytorch_flex_paged_attention", "I8", {"-0.22393798828125": _element_0}, "nan"),
+    "flashinfer-low-scores": Worked(
+        "flashinfer_batch_decode_fa2", "I4", {"-0.224609375": _element_0}, "out[0, 0, 0] = 0"
+    ),
+    "flashinfer-misaligned-rows": Worked(
+        "flashinfer_batch_decode_any_stride",
+        "I0",
+        {"0 in all 64 elements": _largest, "64 elements": _elements},
+        "misaligned address",
+    ),
+    "flashinfer-nothing-to-do": Worked(
+        "flashinfer_append_paged_kv_cache",
+        "I13",
+        {"0 rows": lambda written: len(written["k_cache"])},
+        "AppendPagedKVCache failed with error: invalid argument",
+    ),
     "sglang-int32-slots": Worked(
         "sglang_reshape_and_cache_flash", "I9", {"0x3fa48800": _key_0, "0x3fab8400": _key_1}, "-2147483604"
     ),
@@ -164,7 +197,8 @@ def test_a_case_is_what_its_section_tells_of(name: str) -> None:
     text = (DOCS / "findings" / f"{name}.json").read_bytes()
     saved, _ = _saved(name)
     assert (saved.kernel, saved.invariant) == (BY_HAND[name].kernel, BY_HAND[name].invariant)
-    assert (saved.kind, saved.device, saved.passes) == ("failure", "cpu", 0) and saved.found_as
+    device = _device(_peer(DOCS / "findings" / f"{name}.py"))
+    assert (saved.kind, saved.device, saved.passes) == ("failure", device, 0) and saved.found_as
     assert msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n" == text
     assert len(text) <= LARGEST and b"/" not in text
     row = re.search(rf"^\| \[{name}\]\(#{name}\) \|[^|]+\|([^|]+)\|", PAGE, re.MULTILINE)
@@ -199,14 +233,13 @@ def test_the_product_of_a_slot_wraps_to_where_the_store_was_seen(name: str) -> N
     assert f"wild store at element {wrapped} of k_cache" in saved.seen
 
 
-@pytest.mark.parametrize("module", list(dict.fromkeys(p.module for p in PEERS if p.module != "flashinfer_cuda")))
+@pytest.mark.parametrize("module", list(dict.fromkeys(p.module for p in PEERS if _device(p) == "cpu")))
 def test_a_replay_fails_as_it_was_saved(module: str) -> None:
     """As the named invariant; and as a known failure only where the known failures tell of this finding."""
     peer = next(peer for peer in PEERS if peer.module == module)
     names = [name for name in BY_HAND if BY_HAND[name].kernel in peer.kernels]
     assert names
-    if not peer.is_installed():
-        pytest.skip(f"{peer.package} is not installed: {peer.command}")
+    _skip_without(peer)
     peer.load()
     runner, known = Runner(CpuArena(), interpreted=True), load_known([adapter_of(peer)], "cpu")
     for name in names:
@@ -223,3 +256,12 @@ def test_a_replay_fails_as_it_was_saved(module: str) -> None:
         verdict = Judge(kernel, runner, others).verdict(case)
         assert (verdict.kind, verdict.named) == (VIOLATION, saved.invariant), name
         assert verdict.violation and BY_HAND[name].seen in verdict.violation.seen
+
+
+@pytest.mark.parametrize("name", [name for name in BY_HAND if name.startswith("flashinfer-")])
+def test_a_replay_on_a_gpu_fails_as_it_was_saved(name: str, tmp_path: Path) -> None:
+    """In a process of its own: some of these end it."""
+    _skip_without(_peer(DOCS / "findings" / f"{name}.py"))
+    done = pytest_in(tmp_path, "--device", "cuda", "--replay", str(DOCS / "findings" / f"{name}.json"))
+    assert done.code == 1 and f"docs/findings.md#{name}" in done.line("known failure: "), done.text
+    assert f"still fails: {BY_HAND[name].invariant} violated by {BY_HAND[name].kernel}" in done.text

@@ -1,8 +1,7 @@
 """FlashInfer's CUDA kernels.
 
-FlashInfer compiles a module for each dtype and head dim with nvcc. All that the cases below can ask for are compiled when
-this file is loaded, once a machine and version (FlashInfer keeps them): a case that had to wait for nvcc would count as
-one that hangs.
+FlashInfer compiles a module for each dtype and head dim with nvcc. All that cases can ask for are compiled when this
+file is loaded, once a machine and version (FlashInfer keeps them): a case that waited for nvcc would count as a hang.
 """
 
 from __future__ import annotations
