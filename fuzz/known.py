@@ -39,7 +39,7 @@ import msgspec
 from msgspec import Meta
 
 from pagefuzz.fuzz.saved import one_line
-from pagefuzz.kernels.registry import Declaration, Kernel, RegistrationError, checked_unit_roundoff
+from pagefuzz.kernels.registry import ROUNDED, Declaration, Kernel, RegistrationError, checked_unit_roundoff
 from pagefuzz.oracles.invariant import Violation, invariants, invariants_of
 from pagefuzz.strategies import CASES
 from pagefuzz.strategies.case import Case
@@ -235,6 +235,9 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
         raise Unusable(f"link = {one_line(written.link, 80)!r} should begin with https:// or http://.")
     if written.unit_roundoff == {}:
         raise Unusable("`unit_roundoff` is empty: leave it out, or say what is rounded, as { weights = 'input' }.")
+    for what in written.unit_roundoff or {}:
+        if what not in ROUNDED:
+            raise Unusable(f"unit_roundoff: unknown {one_line(what, 80)!r}; {_choice(what, ROUNDED)}")
     try:
         roundoff = checked_unit_roundoff("unit_roundoff", written.unit_roundoff or {})
     except RegistrationError as error:

@@ -89,7 +89,7 @@ def attention_bound(
         relative = w + gamma(n, precision.sums) + 2 * precision.weights + 2 * precision.products
         sizes = np.abs(values)
         bound = np.einsum("hn,nhd->hd", p * relative, sizes)
-        bound[np.isnan(bound)] = np.inf  # 0 times infinity: where a score may be off by anything, so may a weight of 0
+        bound[np.isnan(bound)] = np.inf  # 0 times infinity: where a score may be off by anything, so may the result
         # Not divided by the sum of the weights: whether they are rounded before or after that is not declared.
         return bound + precision.weight_underflow * sizes.sum(axis=0) + n * precision.sum_underflow
 

@@ -13,8 +13,10 @@ import pytest
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.known import Condition, Entry, Range, Unusable, entries_of, known_lines, read, vocabulary
+from pagefuzz.fuzz.verdict import KNOWN, VIOLATION, Judge
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import Declaration, Kernel
+from pagefuzz.kernels.torch_paged_decode_attention import torch_paged_decode_attention
 from pagefuzz.oracles.invariant import Violation
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, Limits, Sequence
@@ -22,6 +24,7 @@ from pagefuzz.strategies.paged_decode_attention import PagedDecodeAttentionCase
 from pagefuzz.strategies.reshape_and_cache import ReshapeAndCacheCase
 from pagefuzz.strategies.slot_mapping import SlotMappingCase, Token
 from pagefuzz.tests.commands import Done, counts, failures, pytest_in
+from pagefuzz.tests.killing import runner
 from pagefuzz.tests.test_command_line import is_one_sentence
 
 # WRONG names the tables whose slots are one too high: those of int64, of int32, or both.
@@ -328,6 +331,67 @@ def test_every_word_and_size_of_a_drawn_case_can_be_named(operation: str) -> Non
     assert len(seen) > len(words) / 2
 
 
+# ---- failures that are a matter of precision
+
+TWO = PagedDecodeAttentionCase(
+    block_size=2,
+    num_blocks=3,
+    sequences=(Sequence((0, 2), (), 4), Sequence((1,), (99999,), 1)),
+    head_dim=4,
+    poison="nan",
+)
+ROUNDS = """[[known]]
+kernel = "mine"
+invariants = ["I3", "I4"]
+when = "always"
+unit_roundoff = { weights = "float16" }
+reason = "it rounds the output to float16"
+"""
+READS_ON = """[[known]]
+kernel = "mine"
+invariants = ["I4", "I8"]
+when = "always"
+seen = "nan"
+reason = "it adds 0 times the tail"
+"""
+
+
+def rounding(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+    return torch_paged_decode_attention(q, k, v, tables, lengths, scale).half().float()
+
+
+def one_row_short(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+    return rounding(q, k, v, tables, lengths - (lengths > 1).to(lengths), scale)
+
+
+def reading_on(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+    out = rounding(q, k, v, tables, lengths, scale)
+    out[1] += 0 * v[tables[1, 0], 1, 0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("call", "known", "kind", "named"),
+    [
+        (rounding, "", VIOLATION, "I4"),
+        (rounding, ROUNDS, KNOWN, "I4"),
+        (rounding, ROUNDS.replace('weights = "float16"', 'weights = "tf32", products = "float32"'), KNOWN, "I4"),
+        (rounding, ROUNDS.replace("float16", "float32"), VIOLATION, "I4"),
+        (one_row_short, ROUNDS, VIOLATION, "I3"),
+        (reading_on, ROUNDS, VIOLATION, "I8"),
+        (reading_on, READS_ON, VIOLATION, "I4"),
+        (reading_on, ROUNDS + READS_ON, KNOWN, "I4"),
+        (reading_on, READS_ON + ROUNDS, KNOWN, "I4"),
+    ],
+)
+def test_a_lack_of_precision_excuses_what_is_right_with_it_and_nothing_else(
+    call: Any, known: str, kind: str, named: str, tmp_path: Path
+) -> None:
+    kernel = replace(kernels()["mine"], call=call)
+    verdict = Judge(kernel, runner(), parsed(tmp_path, known)).verdict(TWO)
+    assert (verdict.kind, verdict.named) == (kind, named), verdict
+
+
 # ---- files
 
 
@@ -367,6 +431,18 @@ reason = "one"
         ('"one"', '"one"\nlink = "issue 3"', "link = 'issue 3' should begin with https://"),
         ('"one"', '"one"\nseen = ""', "`seen` is blank"),
         ('"one"', '"one"\ndevices = []', "`devices` is empty"),
+        ('"one"', '"one"\nunit_roundoff = {}', "`unit_roundoff` is empty"),
+        ('"one"', '"one"\nunit_roundoff = "input"', "Expected `object | null`, got `str` - at `$.unit_roundoff`"),
+        (
+            '"one"',
+            '"one"\nunit_roundoff = { wights = "input" }',
+            "unit_roundoff: unknown 'wights'; did you mean 'weights'? there are scores, weights, products, sums.",
+        ),
+        (
+            '"one"',
+            '"one"\nunit_roundoff = { weights = "double" }',
+            "unit_roundoff: 'double' is not one of 'float32', 'tf32',",
+        ),
         ('"mine"', '""', "it has no `kernel`: name the kernel"),
         ('"mine"', '"yours*"', "kernel = 'yours*' matches no kernel of this adapter; there are mine, mine_write+mine."),
         ('"mine"', '"stranger"', "kernel = 'stranger' matches no kernel of this adapter; there are mine, "),

@@ -20,7 +20,7 @@ import torch
 
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.kernels.registry import Declaration
-from pagefuzz.oracles.answers import answer, first_difference
+from pagefuzz.oracles.answers import answer, check_oracles, first_difference
 from pagefuzz.oracles.observation import Observation, Output
 from pagefuzz.oracles.tolerance import LOOSE, Precision, attention_bound, gamma, rounded_bound
 from pagefuzz.strategies import STRATEGIES
@@ -448,3 +448,21 @@ def test_zeros_never_pass_where_values_are_of_order_one() -> None:
             assert said(case, [0.0] * right.exact.size) is not None, case.one_line()
             assert said(case, right.exact.reshape(-1).tolist()) is None, case.one_line()
     assert looked > 100
+
+
+def test_where_a_score_may_be_off_by_anything_so_may_the_result() -> None:
+    """exp(gamma * 65536) overflows, and times a value of 0 that is NaN, which no result would be within."""
+    case = PagedDecodeAttentionCase(
+        seed=1,
+        block_size=2,
+        num_blocks=1,
+        sequences=(Sequence((0,), (), 2),),
+        values="low_scores",
+        dtype="bfloat16",
+        head_dim=17,
+    )
+    declared = Declaration(unit_roundoff={"sums": "bfloat16"})
+    check_oracles(case, declared)
+    right = answer(case, declared)
+    assert not np.isnan(right.bound).any() and np.isinf(right.bound).any() and right.loose
+    assert np.isfinite(answer(case, PLAIN).bound).all()
