@@ -18,7 +18,7 @@ from pagefuzz.kernels.registry import kernel
 _flashinfer: Any = importlib.import_module("flashinfer")
 
 WORKSPACE = 128 << 20  # bytes: "The recommended size is 128MB"
-DTYPES = ("float16", "bfloat16")  # attention/generate_kernels: of the dtypes of a case, float32 is no cache's there
+DTYPES = ("float16", "bfloat16")  # tvm_ffi_utils.h, DISPATCH_DLPACK_DTYPE_TO_CTYPE: float32 is no dtype of a cache
 HEAD_DIMS = (64, 128, 256)  # utils.cuh, DISPATCH_HEAD_DIM; 512 is beyond what cases have
 FA3_HEAD_DIMS = (128,)  # it takes all three, but each of its modules takes nvcc ten minutes on two cores
 DECLARED: dict[str, Any] = {
