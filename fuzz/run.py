@@ -61,7 +61,7 @@ def _fill(kind: str, dtype: torch.dtype) -> float:
 
 
 class Observer(Protocol):
-    """What runs cases: here, or in a process of its own (isolation.py)."""
+    """What runs cases: here, or in a process of its own (isolation/)."""
 
     @property
     def limits(self) -> Limits: ...

@@ -26,7 +26,9 @@ from pagefuzz.fuzz import plugin
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, Recipe, channels, in_a_fork, is_checked_first, of_adapters
+from pagefuzz.fuzz.isolation.forks import channels, in_a_fork, of_adapters
+from pagefuzz.fuzz.isolation.messages import Recipe
+from pagefuzz.fuzz.isolation.parent import Isolated, is_checked_first
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
 from pagefuzz.fuzz.session import Session, load_adapter, load_own, runner_on
