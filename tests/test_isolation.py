@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -425,6 +427,44 @@ def test_a_process_may_take_its_share_of_a_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pagefuzz.fuzz.device_arena.arena_bytes", lambda free, workers: 1 << 20)
     assert isinstance(runner_on("meta", 4).arena, DeviceArena)
     assert shares == [0.225]
+
+
+def _log() -> None:
+    try:
+        _raise(ValueError("nothing grave"))
+    except ValueError:
+        os.write(2, traceback.format_exc().encode())
+
+
+def _wait_beside() -> None:
+    threading.Thread(target=_wait, daemon=True).start()
+    time.sleep(0.1)
+
+
+def _wait() -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("before", [_log, _wait_beside])
+def test_the_line_that_is_named_is_where_it_crashed(
+    before: Callable[[], None], started: Callable[..., Isolated]
+) -> None:
+    def act() -> None:
+        before()
+        os.abort()
+
+    line = act.__code__.co_firstlineno + 2
+    ended = observe(started(at(2, act)), one_token(2)).ended
+    assert ended.startswith(f"crashed: signal 6, SIGABRT (at test_isolation.py, line {line})"), ended
+
+
+def test_a_file_whose_name_begins_like_a_folder_of_ours_is_the_authors(started: Callable[..., Isolated]) -> None:
+    named: dict[str, Any] = {"os": os}
+    text = "def crash():\n    os.abort()\ndef fail():\n    raise ValueError('no')\n"
+    exec(compile(text, str(TREE / "fuzz_mine.py"), "exec"), named)
+    assert observe(started(at(2, named["crash"])), one_token(2)).ended.endswith("(at fuzz_mine.py, line 2)")
+    raised = observe(started(at(2, named["fail"])), one_token(2)).raised
+    assert raised is not None and raised.where == "fuzz_mine.py, line 4"
 
 
 # ---- guard pages

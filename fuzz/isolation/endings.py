@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import sysconfig
 from pathlib import Path
 
-from pagefuzz.fuzz.run import TORCHS_ADVICE
+from pagefuzz.fuzz.run import NOT_THE_AUTHORS, TORCHS_ADVICE
 
 LAST_WORDS = 300  # characters of what a dead process said last
-_FUZZ = str(Path(__file__).parents[1])
-_NOT_THE_AUTHORS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], _FUZZ, "<")
 
 
 def last_line(said: str) -> str:
@@ -26,8 +23,10 @@ def signal_name(number: int) -> str:
 
 
 def authors_line(said: str) -> str:
-    """The author's line in a traceback of faulthandler, as the end of a sentence."""
-    for file, line in re.findall(r'File "([^"]*)", line (\d+)', said):
-        if not file.startswith(_NOT_THE_AUTHORS):
+    """The author's line in a traceback of faulthandler, as the end of a sentence: in the thread that it was in, if it
+    names that."""
+    frames = said[said.rfind("\nCurrent thread") + 1 :]
+    for file, line in re.findall(r'File "([^"]*)", line (\d+) in ', frames):  # Python's own have a comma there
+        if not file.startswith(NOT_THE_AUTHORS):
             return f" (at {Path(file).name}, line {line})"
     return ""
