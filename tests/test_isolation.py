@@ -713,6 +713,8 @@ def test_a_device_is_looked_for_in_a_fork_where_kernels_are_isolated(tmp_path: P
     in_a_fork(lambda: None)
     with pytest.raises(RuntimeError, match=r"^no such device$"):
         in_a_fork(partial(_raise, ValueError("no such device")))
+    with pytest.raises(RuntimeError, match=r"^NotImplementedError$"):
+        in_a_fork(partial(_raise, NotImplementedError()))
     with pytest.raises(RuntimeError, match=r"^the check ended with -6$"):
         in_a_fork(os.abort)
 

@@ -45,7 +45,7 @@ def in_a_fork(check: Callable[[], object]) -> None:
             faulthandler.disable()
             check()
         except BaseException as error:
-            os.write(writing, str(error).encode(errors="replace")[:4096])
+            os.write(writing, (str(error) or type(error).__name__).encode(errors="replace")[:4096])
         finally:
             os._exit(0)
     os.close(writing)
