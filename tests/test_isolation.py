@@ -467,6 +467,32 @@ def test_a_file_whose_name_begins_like_a_folder_of_ours_is_the_authors(started: 
     assert raised is not None and raised.where == "fuzz_mine.py, line 4"
 
 
+def test_an_interrupted_start_leaves_nothing_half_begun() -> None:
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def make() -> Runner:
+        if not heard:
+            os.kill(os.getppid(), signal.SIGUSR1)
+            time.sleep(60)
+        return Runner(CpuArena(), interpreted=True)
+
+    kernel = Kernel("under test", OPERATIONS["slot_mapping"], torch_slot_mapping, Declaration())
+    runs = Isolated([kernel], make)
+    before = signal.signal(signal.SIGUSR1, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            assert runs.limits
+        assert heard and runs.limits
+        assert observe(runs, one_token(2)).finished
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        runs.close()
+
+
 # ---- guard pages
 
 

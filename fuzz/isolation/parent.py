@@ -175,6 +175,9 @@ class Isolated:
                 self.worker = None
                 self.close()
                 raise RuntimeError(f"the process for {names} did not start: {how}") from None
+            except BaseException:  # an interrupt: it may not have begun yet
+                self.close()
+                raise
             if kind != "ready":
                 self.close()
                 raise RuntimeError(f"the process for {names} could not begin:\n{what}")
