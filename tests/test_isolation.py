@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from pagefuzz.fuzz import plugin
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
+from pagefuzz.fuzz.isolation import messages
 from pagefuzz.fuzz.isolation.forks import channels, in_a_fork, of_adapters
 from pagefuzz.fuzz.isolation.messages import Recipe
 from pagefuzz.fuzz.isolation.parent import Isolated, is_checked_first
@@ -429,6 +431,26 @@ def test_a_process_may_take_its_share_of_a_device(monkeypatch: pytest.MonkeyPatc
     assert shares == [0.225]
 
 
+@pytest.mark.parametrize("end", ["appended to", "read by nobody"])
+def test_where_standard_error_leads_is_no_fault_of_a_kernel(
+    end: str, started: Callable[..., Isolated], tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    appending = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.close(reading)
+    kept = os.dup(2)
+    os.dup2(appending if end == "appended to" else writing, 2)
+    try:
+        runs = started(at(2, lambda: os.write(2, b"from C\n" * 20_000)))
+        for _ in range(2):
+            assert observe(runs, one_token(2)).finished
+    finally:
+        os.dup2(kept, 2)
+        for file in (kept, appending, writing):
+            os.close(file)
+    assert (tmp_path / "log").read_text() == ("from C\n" * 40_000 if end == "appended to" else "")
+
+
 def _log() -> None:
     try:
         _raise(ValueError("nothing grave"))
@@ -465,6 +487,24 @@ def test_a_file_whose_name_begins_like_a_folder_of_ours_is_the_authors(started: 
     assert observe(started(at(2, named["crash"])), one_token(2)).ended.endswith("(at fuzz_mine.py, line 2)")
     raised = observe(started(at(2, named["fail"])), one_token(2)).raised
     assert raised is not None and raised.where == "fuzz_mine.py, line 4"
+
+
+def test_no_memory_left_to_answer_with_accuses_no_later_case(started: Callable[..., Isolated]) -> None:
+    ran = []
+
+    def tight() -> None:
+        ran.append(1)
+        if len(ran) > 1:  # in this process
+            full = SimpleNamespace(dumps=once, loads=pickle.loads, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL)
+            vars(messages).update(pickle=full)
+
+    def once(*arguments: Any) -> NoReturn:
+        vars(messages).update(pickle=pickle)
+        raise MemoryError
+
+    runs = started(at(2, tight))
+    for _ in range(3):
+        assert observe(runs, one_token(2)).finished
 
 
 def test_an_interrupted_start_leaves_nothing_half_begun() -> None:

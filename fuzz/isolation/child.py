@@ -67,30 +67,37 @@ def serve(
         os._exit(0)
     me, ours = os.getpid(), _identity(words)
     watch = Log(log, at=os.stat(log).st_size) if log else None
-    while True:
-        name, is_called, case, guarded, test = received(asked)
-        kernel = kernels[name] if is_called else replace(kernels[name], call=nothing)
-        if isinstance(runner.arena, CpuArena):
-            runner.arena.guarded = guarded
-        if test is not None:
-            os.environ[TEST] = test
-        if watch is not None:
-            watch.begin()
-        answer = _observed(runner, kernel, case)
-        if watch is not None:
-            answer = _with_reports(answer, runner, tool, watch)
-        if os.getpid() != me:
-            os._exit(0)  # a child that the kernel started came back from it
-        if _identity(words) != ours:
-            os._exit(70)  # the kernel closed it, and what has its number now is no business of ours
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if size := os.fstat(words).st_size:
-            os.lseek(words, 0, os.SEEK_SET)
-            os.sendfile(said, words, 0, size)
-            os.ftruncate(words, 0)
-        send(asked, answer)
+    try:
+        while True:
+            name, is_called, case, guarded, test = received(asked)
+            kernel = kernels[name] if is_called else replace(kernels[name], call=nothing)
+            if isinstance(runner.arena, CpuArena):
+                runner.arena.guarded = guarded
+            if test is not None:
+                os.environ[TEST] = test
+            if watch is not None:
+                watch.begin()
+            answer = _observed(runner, kernel, case)
+            if watch is not None:
+                answer = _with_reports(answer, runner, tool, watch)
+            if os.getpid() != me:
+                os._exit(0)  # a child that the kernel started came back from it
+            if _identity(words) != ours:
+                os._exit(70)  # the kernel closed it, and what has its number now is no business of ours
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            if size := os.fstat(words).st_size:
+                os.lseek(words, 0, os.SEEK_SET)
+                with suppress(OSError):  # where nobody reads, say. (sendfile appends to no file.)
+                    at = 0
+                    while piece := os.pread(words, min(1 << 16, size - at), at):
+                        at += os.write(said, piece)
+                os.ftruncate(words, 0)
+            send(asked, answer)
+    except MemoryError:  # earlier cases have left none to hear or to answer with: a fresh process tells
+        send(asked, ("exhausted", "MemoryError"))
+        os._exit(0)
 
 
 def _observed(runner: Runner, kernel: Kernel, case: Case) -> tuple[str, Any]:
