@@ -42,7 +42,7 @@ def main() -> None:
 
     from pagefuzz.fuzz.arena import CpuArena
     from pagefuzz.fuzz.drawing import each_case
-    from pagefuzz.fuzz.isolation import Isolated
+    from pagefuzz.fuzz.isolation.parent import Isolated
     from pagefuzz.fuzz.run import Runner
     from pagefuzz.fuzz.session import choose, load_own
     from pagefuzz.fuzz.verdict import Judge

@@ -24,7 +24,8 @@ def main() -> None:
     spec.loader.exec_module(module)
 
     from pagefuzz.fuzz import sanitizer
-    from pagefuzz.fuzz.isolation import received, send, serve
+    from pagefuzz.fuzz.isolation.child import serve
+    from pagefuzz.fuzz.isolation.messages import received, send
     from pagefuzz.fuzz.session import UsageError, load_adapter, load_own, runner_on
     from pagefuzz.kernels.pairs import with_pairs
     from pagefuzz.kernels.registry import registered

@@ -198,7 +198,7 @@ def _device(asked: str | None, apart: bool) -> str:
 
     apart: this process must leave the device alone, since its forks could not use it then.
     """
-    from pagefuzz.fuzz.isolation import in_a_fork
+    from pagefuzz.fuzz.isolation.forks import in_a_fork
     from pagefuzz.fuzz.session import UsageError
 
     if "triton" not in sys.modules and asked is not None and asked.startswith("cpu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from pagefuzz.oracles.observation import Observation, Output, Raised, Wild
 from pagefuzz.strategies.case import Case, Limits, arguments_of
 
 TORCHS_ADVICE = "\nSearch for `cuda"  # on how to debug follows what went wrong
+_FOLDERS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(__file__).parent))
+NOT_THE_AUTHORS = (*(folder + os.sep for folder in _FOLDERS), "<")  # how the files of other frames begin
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
 
 
@@ -61,7 +64,7 @@ def _fill(kind: str, dtype: torch.dtype) -> float:
 
 
 class Observer(Protocol):
-    """What runs cases: here, or in a process of its own (isolation.py)."""
+    """What runs cases: here, or in a process of its own (isolation/)."""
 
     @property
     def limits(self) -> Limits: ...
@@ -185,11 +188,8 @@ def _raised(error: BaseException) -> Raised:
     inside = type(error).__name__ == "InterpreterError"
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
-    not_the_authors = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(__file__).parent))
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*not_the_authors, "<"))
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THE_AUTHORS)
     ]
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     message = " ".join(str(error).split(TORCHS_ADVICE)[0].split())

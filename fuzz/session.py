@@ -27,15 +27,9 @@ from typing import Any
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.explain import failure_text, not_repeatable_text, shown
-from pagefuzz.fuzz.isolation import (
-    CASE_LIMIT,
-    Isolated,
-    Recipe,
-    channels,
-    is_checked_first,
-    memory_for_one,
-    of_adapters,
-)
+from pagefuzz.fuzz.isolation.forks import channels, of_adapters
+from pagefuzz.fuzz.isolation.messages import Recipe
+from pagefuzz.fuzz.isolation.parent import CASE_LIMIT, Isolated, is_checked_first, memory_for_one
 from pagefuzz.fuzz.known import SUFFIX, Entry, Unusable, entries_of, read, told
 from pagefuzz.fuzz.run import Observer, Runner
 from pagefuzz.fuzz.sanitizer import SHARE, TOOLS, Sanitizer

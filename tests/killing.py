@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pagefuzz.fuzz.arena import CpuArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated
+from pagefuzz.fuzz.isolation.parent import Isolated
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.shrink import shrink
 from pagefuzz.fuzz.verdict import PASS, Judge, Verdict

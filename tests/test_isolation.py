@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -26,7 +29,10 @@ from pagefuzz.fuzz import plugin
 from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
-from pagefuzz.fuzz.isolation import Isolated, Recipe, channels, in_a_fork, is_checked_first, of_adapters
+from pagefuzz.fuzz.isolation import messages
+from pagefuzz.fuzz.isolation.forks import channels, in_a_fork, of_adapters
+from pagefuzz.fuzz.isolation.messages import Recipe
+from pagefuzz.fuzz.isolation.parent import Isolated, is_checked_first
 from pagefuzz.fuzz.run import Runner
 from pagefuzz.fuzz.saved import read
 from pagefuzz.fuzz.session import Session, load_adapter, load_own, runner_on
@@ -425,6 +431,108 @@ def test_a_process_may_take_its_share_of_a_device(monkeypatch: pytest.MonkeyPatc
     assert shares == [0.225]
 
 
+@pytest.mark.parametrize("end", ["appended to", "read by nobody"])
+def test_where_standard_error_leads_is_no_fault_of_a_kernel(
+    end: str, started: Callable[..., Isolated], tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    appending = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.close(reading)
+    kept = os.dup(2)
+    os.dup2(appending if end == "appended to" else writing, 2)
+    try:
+        runs = started(at(2, lambda: os.write(2, b"from C\n" * 20_000)))
+        for _ in range(2):
+            assert observe(runs, one_token(2)).finished
+    finally:
+        os.dup2(kept, 2)
+        for file in (kept, appending, writing):
+            os.close(file)
+    assert (tmp_path / "log").read_text() == ("from C\n" * 40_000 if end == "appended to" else "")
+
+
+def _log() -> None:
+    try:
+        _raise(ValueError("nothing grave"))
+    except ValueError:
+        os.write(2, traceback.format_exc().encode())
+
+
+def _wait_beside() -> None:
+    threading.Thread(target=_wait, daemon=True).start()
+    time.sleep(0.1)
+
+
+def _wait() -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("before", [_log, _wait_beside])
+def test_the_line_that_is_named_is_where_it_crashed(
+    before: Callable[[], None], started: Callable[..., Isolated]
+) -> None:
+    def act() -> None:
+        before()
+        os.abort()
+
+    line = act.__code__.co_firstlineno + 2
+    ended = observe(started(at(2, act)), one_token(2)).ended
+    assert ended.startswith(f"crashed: signal 6, SIGABRT (at test_isolation.py, line {line})"), ended
+
+
+def test_a_file_whose_name_begins_like_a_folder_of_ours_is_the_authors(started: Callable[..., Isolated]) -> None:
+    named: dict[str, Any] = {"os": os}
+    text = "def crash():\n    os.abort()\ndef fail():\n    raise ValueError('no')\n"
+    exec(compile(text, str(TREE / "fuzz_mine.py"), "exec"), named)
+    assert observe(started(at(2, named["crash"])), one_token(2)).ended.endswith("(at fuzz_mine.py, line 2)")
+    raised = observe(started(at(2, named["fail"])), one_token(2)).raised
+    assert raised is not None and raised.where == "fuzz_mine.py, line 4"
+
+
+def test_no_memory_left_to_answer_with_accuses_no_later_case(started: Callable[..., Isolated]) -> None:
+    ran = []
+
+    def tight() -> None:
+        ran.append(1)
+        if len(ran) > 1:  # in this process
+            full = SimpleNamespace(dumps=once, loads=pickle.loads, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL)
+            vars(messages).update(pickle=full)
+
+    def once(*arguments: Any) -> NoReturn:
+        vars(messages).update(pickle=pickle)
+        raise MemoryError
+
+    runs = started(at(2, tight))
+    for _ in range(3):
+        assert observe(runs, one_token(2)).finished
+
+
+def test_an_interrupted_start_leaves_nothing_half_begun() -> None:
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def make() -> Runner:
+        if not heard:
+            os.kill(os.getppid(), signal.SIGUSR1)
+            time.sleep(60)
+        return Runner(CpuArena(), interpreted=True)
+
+    kernel = Kernel("under test", OPERATIONS["slot_mapping"], torch_slot_mapping, Declaration())
+    runs = Isolated([kernel], make)
+    before = signal.signal(signal.SIGUSR1, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            assert runs.limits
+        assert heard and runs.limits
+        assert observe(runs, one_token(2)).finished
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        runs.close()
+
+
 # ---- guard pages
 
 
@@ -671,6 +779,8 @@ def test_a_device_is_looked_for_in_a_fork_where_kernels_are_isolated(tmp_path: P
     in_a_fork(lambda: None)
     with pytest.raises(RuntimeError, match=r"^no such device$"):
         in_a_fork(partial(_raise, ValueError("no such device")))
+    with pytest.raises(RuntimeError, match=r"^NotImplementedError$"):
+        in_a_fork(partial(_raise, NotImplementedError()))
     with pytest.raises(RuntimeError, match=r"^the check ended with -6$"):
         in_a_fork(os.abort)
 
