@@ -198,7 +198,7 @@ def read(path: Path, shown: str, names: Iterable[str], kernels: Mapping[str, Ker
         raise Unusable(f"{shown}: `known` should be a list of tables; every entry begins with [[known]].")
     names = set(names)
     mine = {name: kernel for name, kernel in kernels.items() if names & {name, *name.split("+")}}
-    here = {name for name, kernel in mine.items() if _runs_on(device, kernel.declared.devices)}
+    here = {name for name, kernel in mine.items() if kernel.declared.runs_on(device)}
     entries = []
     for number, item in enumerate(known, 1):
         label = f"entry {number} of {shown}"
@@ -206,13 +206,9 @@ def read(path: Path, shown: str, names: Iterable[str], kernels: Mapping[str, Ker
             entry = _entry(item, label, mine)
         except Unusable as error:
             raise Unusable(f"{label}: {error}") from None
-        if entry.kernels & here and _runs_on(device, item.get("devices", "any")):
+        if entry.kernels & here and device.split(":")[0] in item.get("devices", [device.split(":")[0]]):
             entries.append(replace(entry, kernels=entry.kernels & here))
     return entries
-
-
-def _runs_on(device: str, devices: Sequence[str]) -> bool:
-    return devices == "any" or device.split(":")[0] in devices
 
 
 def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> Entry:

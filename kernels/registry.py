@@ -90,6 +90,10 @@ class Declaration:
             return True
         return bool(declared(size)) if callable(declared) else size in declared
 
+    def runs_on(self, device: str) -> bool:
+        """Whether it runs on a torch device ("cuda:1" is a "cuda")."""
+        return self.devices == "any" or device.split(":")[0] in self.devices
+
 
 @dataclass(frozen=True)
 class Kernel:
