@@ -243,6 +243,8 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
             f"kernel = {one_line(written.kernel, 100)!r} matches no kernel of this adapter; {_choice('', kernels)}"
         )
     operations = list(dict.fromkeys(kernel.operation.name for kernel in chosen.values()))
+    if roundoff:
+        _check_excuses(roundoff, chosen)
     ids = [item.id for item in invariants() if any(item in invariants_of(operation) for operation in operations)]
     for name in written.invariants:
         if name not in ids:
@@ -258,6 +260,21 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
         link=one_line(written.link or ""),
         seen=written.seen or "",
         unit_roundoff=roundoff,
+    )
+
+
+def _check_excuses(roundoff: Mapping[str, str], kernels: Mapping[str, Kernel]) -> None:
+    """Raise Unusable where a round-off can excuse nothing of any of the kernels."""
+    bounded = [kernel for kernel in kernels.values() if "q" in kernel.operation.parameters]
+    if not bounded:
+        operations = " and ".join(dict.fromkeys(kernel.operation.name for kernel in kernels.values()))
+        raise Unusable(f"`unit_roundoff` excuses nothing of {operations}, held bit for bit: leave it out.")
+    for kernel in bounded:
+        declared = dict.fromkeys(roundoff, "float32") | dict(kernel.declared.unit_roundoff)
+        if any(declared[name] != value for name, value in roundoff.items()):
+            return
+    raise Unusable(
+        f"`unit_roundoff` is what {', '.join(each.name for each in bounded)} may round already: it excuses nothing."
     )
 
 
