@@ -262,7 +262,8 @@ def bits_differ(
     if not run.finished or run.same_result(twin):
         return None
     if not declared.deterministic:
-        return _one_is_wrong(*(first_difference(case, each, declared) for each in (run, twin)), what, otherwise)
+        here, there = (first_difference(case, each, declared) for each in (run, twin))
+        return _one_is_wrong(here, there, what, otherwise)
     if run.output is None or twin.output is None:
         return _cache_differs(case, run, twin, what, otherwise)
     if run.output.bits.ndim != 3:
@@ -308,8 +309,8 @@ def rows_differ(
             moved = run.output.bits.copy()
             moved[b] = theirs
             both = (run, replace(run, output=replace(run.output, bits=moved)))
-            found = _one_is_wrong(*(first_difference(case, each, declared, (b,)) for each in both), what, otherwise)
-            if found:
+            own, other = (first_difference(case, each, declared, (b,)) for each in both)
+            if found := _one_is_wrong(own, other, what, otherwise):
                 return found
             continue
         differ = mine != theirs

@@ -213,7 +213,8 @@ def test_the_size_of_a_dense_arena() -> None:
 )
 def test_an_error_that_a_kernel_raises_does_not_stay_behind() -> None:
     def mine(*arguments: Any) -> None:
-        torch.cuda.cudart().cudaHostUnregister(64)  # no such memory: an error, of no launch, which is remembered
+        # No such memory: an error, of no launch, which is remembered.
+        torch.cuda.cudart().cudaHostUnregister(64)  # type: ignore[no-untyped-call]
         raise ValueError("mine")
 
     arena = CudaArena(torch.device("cuda"))

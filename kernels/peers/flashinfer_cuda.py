@@ -44,22 +44,20 @@ def _is_hopper() -> bool:
 
 def _compile() -> None:
     """Compile what is not compiled yet."""
-    from flashinfer.jit import build_jit_specs, gen_batch_decode_module, gen_batch_prefill_module
-    from flashinfer.page import gen_page_module
-
-    specs = [gen_page_module()]
+    jit: Any = importlib.import_module("flashinfer.jit")
+    specs = [importlib.import_module("flashinfer.page").gen_page_module()]
     for name, dim in itertools.product(DTYPES, HEAD_DIMS):
         types = (*[getattr(torch, name)] * 3, torch.int32)
-        specs.append(gen_batch_decode_module(*types, dim, dim, 0, False, False))
-        specs.append(gen_batch_prefill_module("fa2", *types, dim, dim, 0, False, False, False))
+        specs.append(jit.gen_batch_decode_module(*types, dim, dim, 0, False, False))
+        specs.append(jit.gen_batch_prefill_module("fa2", *types, dim, dim, 0, False, False, False))
         if _is_hopper() and dim in FA3_HEAD_DIMS:
-            specs.append(gen_batch_prefill_module("fa3", *types, dim, dim, 0, False, False, False))
+            specs.append(jit.gen_batch_prefill_module("fa3", *types, dim, dim, 0, False, False, False))
     missing = [spec for spec in specs if not spec.is_compiled]
     if missing:
         print(
             f"FlashInfer compiles {len(missing)} of its modules, once; this takes minutes.", file=sys.stderr, flush=True
         )
-        build_jit_specs(missing)
+        jit.build_jit_specs(missing)
 
 
 if torch.cuda.is_available():
