@@ -198,7 +198,7 @@ def read(path: Path, shown: str, names: Iterable[str], kernels: Mapping[str, Ker
         raise Unusable(f"{shown}: `known` should be a list of tables; every entry begins with [[known]].")
     names = set(names)
     mine = {name: kernel for name, kernel in kernels.items() if names & {name, *name.split("+")}}
-    here = {name for name, kernel in mine.items() if _runs_on(device, kernel.declared.devices)}
+    here = {name for name, kernel in mine.items() if kernel.declared.runs_on(device)}
     entries = []
     for number, item in enumerate(known, 1):
         label = f"entry {number} of {shown}"
@@ -206,13 +206,9 @@ def read(path: Path, shown: str, names: Iterable[str], kernels: Mapping[str, Ker
             entry = _entry(item, label, mine)
         except Unusable as error:
             raise Unusable(f"{label}: {error}") from None
-        if entry.kernels & here and _runs_on(device, item.get("devices", "any")):
+        if entry.kernels & here and device.split(":")[0] in item.get("devices", [device.split(":")[0]]):
             entries.append(replace(entry, kernels=entry.kernels & here))
     return entries
-
-
-def _runs_on(device: str, devices: Sequence[str]) -> bool:
-    return devices == "any" or device.split(":")[0] in devices
 
 
 def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> Entry:
@@ -250,6 +246,8 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
             f"kernel = {one_line(written.kernel, 100)!r} matches no kernel of this adapter; {_choice('', kernels)}"
         )
     operations = list(dict.fromkeys(kernel.operation.name for kernel in chosen.values()))
+    if roundoff:
+        _check_excuses(roundoff, chosen)
     ids = [item.id for item in invariants() if any(item in invariants_of(operation) for operation in operations)]
     for name in written.invariants:
         if name not in ids:
@@ -265,6 +263,21 @@ def _entry(item: dict[str, Any], label: str, kernels: Mapping[str, Kernel]) -> E
         link=one_line(written.link or ""),
         seen=written.seen or "",
         unit_roundoff=roundoff,
+    )
+
+
+def _check_excuses(roundoff: Mapping[str, str], kernels: Mapping[str, Kernel]) -> None:
+    """Raise Unusable where a round-off can excuse nothing of any of the kernels."""
+    bounded = [kernel for kernel in kernels.values() if "q" in kernel.operation.parameters]
+    if not bounded:
+        operations = " and ".join(dict.fromkeys(kernel.operation.name for kernel in kernels.values()))
+        raise Unusable(f"`unit_roundoff` excuses nothing of {operations}, held bit for bit: leave it out.")
+    for kernel in bounded:
+        declared = dict.fromkeys(roundoff, "float32") | dict(kernel.declared.unit_roundoff)
+        if any(declared[name] != value for name, value in roundoff.items()):
+            return
+    raise Unusable(
+        f"`unit_roundoff` is what {', '.join(each.name for each in bounded)} may round already: it excuses nothing."
     )
 
 

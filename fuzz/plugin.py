@@ -110,9 +110,7 @@ def _session(config: pytest.Config) -> Any:
     has_threads = len(os.listdir("/proc/self/task")) > threads
     _load_profile(config)  # an adapter may have registered one
     kernels = {
-        name: kernel
-        for name, kernel in sessions.choose(patterns, known).items()
-        if kernel.declared.devices == "any" or device.split(":")[0] in kernel.declared.devices
+        name: kernel for name, kernel in sessions.choose(patterns, known).items() if kernel.declared.runs_on(device)
     }
     if not kernels:
         raise sessions.UsageError(f"no chosen kernel declares to run on {device}; choose another with --device.")

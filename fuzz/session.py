@@ -464,6 +464,11 @@ class Session:
         if tool in TOOLS and (self.sanitizer is None or self.sanitizer.tool != tool):
             raise NotJudged(f"unsupported: {tool} has seen it, and nothing else does; add --sanitize {tool}.")
         kernel = self._kernel_for(wanted)
+        if not kernel.declared.runs_on(self.device):
+            raise NotJudged(
+                f"unsupported: {kernel.name} declares to run on {', '.join(kernel.declared.devices)} and not on "
+                f"{self.device}; choose another with --device."
+            )
         verdict = _verdict(self.judge(kernel), case)
         if verdict.kind == UNSUPPORTED:
             raise NotJudged(f"unsupported: {verdict.reason}.")

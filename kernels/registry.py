@@ -58,7 +58,7 @@ class Declaration:
         "input" for the dtype of the caches.
     most_slots: None, or the most slots (N x bs) that a cache may have, where work or memory grows with the whole pool.
     batch_invariant: a sequence's bits do not depend on its neighbours: I11 bit for bit.
-    deterministic: I7, I8 and I17 hold bit for bit; False: within the tolerance.
+    deterministic: I7, I8 and I17 hold bit for bit; False: those and the needles of I10 to I12 within the tolerance.
     rejects: True: input outside the contract raises an error before anything is written (ValueError, TypeError, or
         another that its author chose). "check_values": so do index values, with the keyword check_values=True.
     devices: "any", or the torch device types (cpu, cuda, ...) that it runs on.
@@ -89,6 +89,10 @@ class Declaration:
         if declared is None:
             return True
         return bool(declared(size)) if callable(declared) else size in declared
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it runs on a torch device ("cuda:1" is a "cuda")."""
+        return self.devices == "any" or device.split(":")[0] in self.devices
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -262,7 +262,8 @@ def bits_differ(
     if not run.finished or run.same_result(twin):
         return None
     if not declared.deterministic:
-        return _one_is_wrong(case, run, twin, declared, what, otherwise)
+        here, there = (first_difference(case, each, declared) for each in (run, twin))
+        return _one_is_wrong(here, there, what, otherwise)
     if run.output is None or twin.output is None:
         return _cache_differs(case, run, twin, what, otherwise)
     if run.output.bits.ndim != 3:
@@ -273,10 +274,7 @@ def bits_differ(
     return rows_differ(case, run, twin, rows, declared, what, otherwise)
 
 
-def _one_is_wrong(
-    case: Any, run: Observation, twin: Observation, declared: Declaration, what: str, otherwise: str
-) -> Violation | None:
-    mine, theirs = first_difference(case, run, declared), first_difference(case, twin, declared)
+def _one_is_wrong(mine: Difference | None, theirs: Difference | None, what: str, otherwise: str) -> Violation | None:
     if mine and not theirs:
         return Violation(f"{mine.seen} {otherwise}", f"{mine.right}; the kernel is right {what}", mine.where)
     if theirs and not mine:
@@ -294,7 +292,8 @@ def rows_differ(
     otherwise: str = "here",
 ) -> Violation | None:
     """The first place where an attention twin has other bits than the run of `case`; its row i is the case's sequence
-    rows[i].
+    rows[i]. Of a kernel that is not declared deterministic: the first row that is right in one of the two and wrong in
+    the other.
 
     Both must have finished. Rows that are left untouched are not looked at.
     """
@@ -305,6 +304,14 @@ def rows_differ(
             continue
         mine, theirs = run.output.bits[b], twin.output.bits[place]
         if np.array_equal(mine, theirs):
+            continue
+        if not declared.deterministic:
+            moved = run.output.bits.copy()
+            moved[b] = theirs
+            both = (run, replace(run, output=replace(run.output, bits=moved)))
+            own, other = (first_difference(case, each, declared, (b,)) for each in both)
+            if found := _one_is_wrong(own, other, what, otherwise):
+                return found
             continue
         differ = mine != theirs
         h, d = (int(i) for i in np.argwhere(differ)[0])

@@ -82,7 +82,9 @@ def attention_bound(
     total = raw.sum(axis=1, keepdims=True)
     p = raw / total
     u = 2.0**-24
-    e = (gamma(dim + 2, precision.sums) + 2 * precision.products) * magnitudes + 4 * u * (1 + largest - scores)
+    with np.errstate(invalid="ignore"):  # a sum of zeros is zero in any precision, and however many there are
+        off = np.where(magnitudes > 0, (gamma(dim + 2, precision.sums) + 2 * precision.products) * magnitudes, 0.0)
+    e = off + 4 * u * (1 + largest - scores)
     e = e + precision.scores * np.abs(scores) + dim * abs(scale) * precision.sum_underflow
     with np.errstate(over="ignore", invalid="ignore"):
         w = np.expm1(e + (p * e).sum(axis=1, keepdims=True))

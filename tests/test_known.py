@@ -16,7 +16,7 @@ from pagefuzz.fuzz.known import Condition, Entry, Range, Unusable, entries_of, k
 from pagefuzz.fuzz.verdict import KNOWN, VIOLATION, Judge
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import Declaration, Kernel
-from pagefuzz.kernels.torch_paged_decode_attention import torch_paged_decode_attention
+from pagefuzz.kernels.torch_paged_decode_attention import torch_paged_decode_attention as decode
 from pagefuzz.oracles.invariant import Violation
 from pagefuzz.strategies import STRATEGIES
 from pagefuzz.strategies.case import Case, Limits, Sequence
@@ -357,7 +357,7 @@ reason = "it adds 0 times the tail"
 
 
 def rounding(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
-    return torch_paged_decode_attention(q, k, v, tables, lengths, scale).half().float()
+    return decode(q, k, v, tables, lengths, scale).half().float()
 
 
 def one_row_short(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
@@ -443,6 +443,11 @@ reason = "one"
             '"one"\nunit_roundoff = { weights = "double" }',
             "unit_roundoff: 'double' is not one of 'float32', 'tf32',",
         ),
+        (
+            '"one"',
+            '"one"\nunit_roundoff = { sums = "float32" }',
+            "`unit_roundoff` is what mine may round already: it excuses nothing.",
+        ),
         ('"mine"', '""', "it has no `kernel`: name the kernel"),
         ('"mine"', '"yours*"', "kernel = 'yours*' matches no kernel of this adapter; there are mine, mine_write+mine."),
         ('"mine"', '"stranger"', "kernel = 'stranger' matches no kernel of this adapter; there are mine, "),
@@ -486,6 +491,57 @@ def test_a_wrong_entry_gets_one_sentence(old: str, new: str, message: str, tmp_p
     said = str(error.value)
     assert said.startswith("entry 2 of x.known.toml: ") and message in said and said.endswith(".")
     assert "\n" not in said
+
+
+def test_a_rounding_that_can_excuse_nothing_is_wrong(tmp_path: Path) -> None:
+    """Else the entry would stand there, and the case be red all the same."""
+    rounds = GOOD.replace('{ has = ["context length 0"] }', '"always"') + 'unit_roundoff = { weights = "input" }\n'
+    assert parsed(tmp_path, rounds)[0].unit_roundoff == {"weights": "input"}
+    assert parsed(tmp_path, rounds, unit_roundoff={"weights": "float16"})
+    with pytest.raises(Unusable, match=r"is what mine may round already"):
+        parsed(tmp_path, rounds, unit_roundoff={"weights": "input", "sums": "input"})
+    for operation in ("slot_mapping", "reshape_and_cache"):
+        with pytest.raises(Unusable, match=f"`unit_roundoff` excuses nothing of {operation}, held bit for bit: leave"):
+            parsed(tmp_path, rounds, operation)
+        assert parsed(tmp_path, rounds.replace('"mine"', '"mine*"'), operation), "the pair has a tolerance"
+
+
+# ---- a lack of precision
+
+
+@pytest.mark.parametrize(
+    ("second", "plain", "kind"),
+    [
+        ("", False, KNOWN),
+        ("row", False, VIOLATION),
+        ("head", False, VIOLATION),
+        ("nan", False, VIOLATION),
+        ("inf", False, VIOLATION),
+        ("nan", True, KNOWN),  # which another entry explains
+        ("row", True, VIOLATION),
+    ],
+)
+def test_a_lack_of_precision_excuses_no_second_fault(second: str, plain: bool, kind: str) -> None:
+    case = replace(
+        DECODE,
+        dtype="float32",
+        values="ordinary",
+        scale=0.05,
+        sequences=(Sequence((0, 1), (), 7), Sequence((2,), (2,), 3)),
+    )
+
+    def imprecise(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+        out = decode(q, k, v, tables, lengths - int(second == "row"), scale) * (1 + 2.0**-11)
+        if second in ("nan", "inf"):
+            out[-1, -1, -1] = float(second)
+        return out.flip(1) if second == "head" else out
+
+    rounds = Entry("rounds", "k", frozenset({"k"}), ("I4",), Condition(), "why", unit_roundoff={"weights": "float16"})
+    nan = Entry("nan", "k", frozenset({"k"}), ("I4",), Condition(), "why", seen="nan")
+    kernel = Kernel("k", OPERATIONS[case.operation], imprecise, Declaration())
+    assert Judge(kernel, runner()).verdict(case, ("I0", "I4")).named == "I4"
+    found = Judge(kernel, runner(), (rounds, nan) if plain else (rounds,)).verdict(case, ("I0", "I4"))
+    assert found.kind == kind and {entry.label for entry in found.known.values()} <= {"rounds"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagefuzz.fuzz.verdict import PASS, Judge
+from pagefuzz.fuzz.verdict import PASS, VIOLATION, Judge
 from pagefuzz.kernels.operations import OPERATIONS
 from pagefuzz.kernels.registry import CACHE_LAYOUTS, Declaration, Kernel
 from pagefuzz.kernels.torch_paged_decode_attention import torch_paged_decode_attention as decode
@@ -73,6 +73,11 @@ def neighbours_lost(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: An
 
 def neighbours_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
     return decode(q, k, v, tables, lengths, scale) * (ULP if len(q) > 1 else 1)
+
+
+def needles_and_neighbours_seen(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+    out = decode(q, k, v, tables, lengths, scale)
+    return out * (2 if len(q) > 1 and bool((out == out.round()).all()) else 1)
 
 
 def only_small_pages(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
@@ -274,6 +279,18 @@ EXPECTED = [
         id="neighbours_seen batch_invariant",
     ),
     pytest.param(
+        needles_and_neighbours_seen,
+        DECODE,
+        "I11",
+        {"deterministic": False},
+        (
+            "out[0, 0, 0] = 134 here",
+            "67, give or take 3.99e-05; the kernel is right alone",
+            "sequence 0 (context length 1), head 0, dim 0; 4 of 4 elements are wrong",
+        ),
+        id="needles_and_neighbours_seen not deterministic",
+    ),
+    pytest.param(
         only_small_pages,
         DECODE,
         "I12",
@@ -378,3 +395,26 @@ def test_a_good_kernel_is_silent_on_these_cases(case: Case) -> None:
     judge = Judge(kernel, runner())
     relations = tuple(item.id for item in judge.invariants if item.relation)
     assert judge.verdict(replace(case, relations=relations)).kind == PASS
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("case", [DECODE, SHARED, HEADS_OUTSIDE], ids=["plain", "shared", "hnd"])
+def test_a_kernel_that_promises_no_bits_is_held_to_the_bound_alone(case: Case, batch_invariant: bool) -> None:
+    """Whatever the relation: this one gives other bits at each call, all within the bound."""
+    calls = 0
+
+    def noisy(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return decode(q, k, v, tables, lengths, scale) * (1 + calls % 2 * 2.0**-23)
+
+    def found(**declared: Any) -> str:
+        declaration = Declaration(cache_layouts=CACHE_LAYOUTS, batch_invariant=batch_invariant, **declared)
+        judge = Judge(Kernel("noisy", OPERATIONS[case.operation], noisy, declaration), runner())
+        relations = tuple(item.id for item in judge.invariants if item.relation)
+        return judge.verdict(replace(case, relations=relations)).kind
+
+    assert found() == VIOLATION, "the bits do differ"
+    for _ in range(2):  # from either end of the noise
+        calls += 1
+        assert found(deterministic=False) == PASS

@@ -126,6 +126,17 @@ def test_what_cannot_be_judged_gives_exit_code_3(folder: Path) -> None:
         assert "Traceback" not in done.text
 
 
+def test_a_kernel_of_another_device_is_not_run_and_not_accused(folder: Path) -> None:
+    elsewhere = ADAPTER.replace('index_dtypes=["int64"]', 'devices=["cuda", "xpu"]')
+    (folder / "adapter.py").write_text(elsewhere)
+    path = save(folder, "two")
+    done = replay(folder, path.name, mode=json.dumps({"two": "raises"}))
+    assert done.code == 3, done.text
+    said = "unsupported: two declares to run on cuda, xpu and not on cpu; choose another with --device."
+    assert done.line(f"{path.name}: {said}")
+    assert not (folder / "calls.log").exists()
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with saved cases of every kind, one of them no file at all."""

@@ -392,6 +392,17 @@ def test_nan_never_passes(dtype: str) -> None:
     assert said(long, [7, -7], wide) is None
 
 
+def test_a_score_of_zeros_is_exact_however_many_there_are() -> None:
+    """With q = 0 each row weighs 1 / n whatever is rounded, so that I3 still sees a row too many."""
+    wide = Declaration(unit_roundoff={"sums": "bfloat16"})
+    case = PagedDecodeAttentionCase(
+        block_size=4, num_blocks=1, sequences=(Sequence((0,), (), 3),), head_dim=256, dtype="bfloat16"
+    )
+    assert np.isinf(answer(case, wide).bound).all(), "any other score may be off by anything"
+    rows = answer(replace(case, values="rows_modulo"), wide)
+    assert rows.bound.max() < 1 / 12 and rows.exact[0, 0, 0] == 1 / 3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinity_passes_only_where_the_exact_value_overflows(dtype: str) -> None:
     inf = float("inf")
