@@ -376,7 +376,6 @@ def reading_on(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) ->
         (rounding, "", VIOLATION, "I4"),
         (rounding, ROUNDS, KNOWN, "I4"),
         (rounding, ROUNDS.replace('weights = "float16"', 'weights = "tf32", products = "float32"'), KNOWN, "I4"),
-        (rounding, ROUNDS.replace("float16", "float32"), VIOLATION, "I4"),
         (one_row_short, ROUNDS, VIOLATION, "I3"),
         (reading_on, ROUNDS, VIOLATION, "I8"),
         (reading_on, READS_ON, VIOLATION, "I4"),
