@@ -188,7 +188,8 @@ def _load_profile(config: pytest.Config) -> None:
         try:
             settings.load_profile(name)
         except InvalidArgument as error:
-            raise UsageError(f"--hypothesis-profile {name}: {' '.join(str(error).split())}") from None
+            said = " ".join(str(error).split()).rstrip(".")
+            raise UsageError(f"--hypothesis-profile {name}: {said}; there are quick, ci, peers and nightly.") from None
 
 
 def _device(asked: str | None, apart: bool) -> str:
@@ -214,7 +215,8 @@ def _device(asked: str | None, apart: bool) -> str:
         else:
             torch.zeros(1, device=device).item()  # the meta device makes tensors, but has no memory
     except Exception as error:  # each backend has its own way to say that it is not there
-        raise UsageError(f"--device {asked}: {' '.join(str(error).split())[:200]}") from None
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        raise UsageError(f"--device {asked}: {said}; name another device, such as --device cpu.") from None
     if device.type == "cpu":
         device = torch.device("cpu")
     interpret = device.type == "cpu"
@@ -317,7 +319,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"  device {session.device} ({how}); {packages}; python {found['python']}",
         f"  in processes of their own: {which}; hung after {session.case_limit:g} s{watched}",
         f"  profile {profile}: {session.examples} cases a kernel; --hypothesis-seed={session.seed}",
-        *([f"  not red: {known} known failures"] if known else []),
+        *([f"  not red: {known} known failure{'s' * (known > 1)}"] if known else []),
         *(f"  left out: {said}" for said in session.missing),
     ]
 
