@@ -136,8 +136,9 @@ def explanation(
     """The first entry that explains why an invariant is violated.
 
     cases: the case, and the twins that the invariant compares it with, since either of the two runs may be the one that
-    is known to be wrong. beyond: how the invariant is violated with the unit round-off of an entry declared as well; if
-    it still is, another entry must explain that.
+    is known to be wrong. An entry without a unit round-off goes first, so that it is the one that counts. beyond: how
+    the invariant is violated with the unit round-off of an entry declared as well; if it still is, another entry must
+    explain that.
     """
     speaking = [entry for entry in entries if invariant in entry.invariants and any(map(entry.when.holds, cases))]
     plain = [entry for entry in speaking if not entry.unit_roundoff]
@@ -145,7 +146,7 @@ def explanation(
     def is_plain(found: Violation) -> bool:
         return any(entry.seen in found.seen for entry in plain)
 
-    for entry in speaking:
+    for entry in [*plain, *(entry for entry in speaking if entry.unit_roundoff)]:
         if entry.seen in violation.seen:
             left = beyond(entry) if entry.unit_roundoff else None
             if left is None or is_plain(left):

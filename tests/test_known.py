@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from pagefuzz.fuzz import saved as saving
 from pagefuzz.fuzz.drawing import each_case
@@ -367,6 +368,22 @@ def test_a_lack_of_precision_excuses_no_second_fault(second: str, plain: bool, k
     assert Judge(kernel, runner()).verdict(case, ("I0", "I4")).named == "I4"
     found = Judge(kernel, runner(), (rounds, nan) if plain else (rounds,)).verdict(case, ("I0", "I4"))
     assert found.kind == kind and {entry.label for entry in found.known.values()} <= {"rounds"}
+
+
+def test_what_is_seen_counts_for_the_entry_that_names_it() -> None:
+    """Else that one would be announced as no more seen, though the case is red without it."""
+    case = replace(DECODE, dtype="float32", values="ordinary", sequences=(Sequence((0, 1), (), 7),))
+
+    def imprecise(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scale: Any) -> Any:
+        out = decode(q, k, v, tables, lengths, scale) * (1 + 2.0**-11)
+        out[0, 0, 0] = torch.nan  # the first place that is wrong
+        return out
+
+    rounds = Entry("rounds", "k", frozenset({"k"}), ("I4",), Condition(), "why", unit_roundoff={"weights": "float16"})
+    nan = Entry("nan", "k", frozenset({"k"}), ("I4",), Condition(), "why", seen="nan")
+    kernel = Kernel("k", OPERATIONS[case.operation], imprecise, Declaration())
+    found = Judge(kernel, runner(), (rounds, nan)).verdict(case, ("I0", "I4"))
+    assert found.kind == KNOWN and [entry.label for entry in found.known.values()] == ["nan"]
 
 
 # ---- files
