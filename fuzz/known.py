@@ -143,13 +143,15 @@ def explanation(
     speaking = [entry for entry in entries if invariant in entry.invariants and any(map(entry.when.holds, cases))]
     plain = [entry for entry in speaking if not entry.unit_roundoff]
 
-    def is_plain(found: Violation) -> bool:
-        return any(entry.seen in found.seen for entry in plain)
+    def of_plain(found: Violation) -> Entry | None:
+        return next((entry for entry in plain if entry.seen in found.seen), None)
 
-    for entry in [*plain, *(entry for entry in speaking if entry.unit_roundoff)]:
-        if entry.seen in violation.seen:
-            left = beyond(entry) if entry.unit_roundoff else None
-            if left is None or is_plain(left):
+    if entry := of_plain(violation):
+        return entry
+    for entry in speaking:
+        if entry.unit_roundoff and entry.seen in violation.seen:
+            left = beyond(entry)
+            if left is None or of_plain(left):
                 return entry
     return None
 
@@ -207,7 +209,7 @@ def read(path: Path, shown: str, names: Iterable[str], kernels: Mapping[str, Ker
             entry = _entry(item, label, mine)
         except Unusable as error:
             raise Unusable(f"{label}: {error}") from None
-        if entry.kernels & here and device.split(":")[0] in item.get("devices", [device.split(":")[0]]):
+        if entry.kernels & here and Declaration(devices=item.get("devices", "any")).runs_on(device):
             entries.append(replace(entry, kernels=entry.kernels & here))
     return entries
 

@@ -21,10 +21,14 @@ import pagefuzz
 from pagefuzz.kernels.operations import OPERATIONS
 
 # One profile an amount of work: examples for each kernel. Hypothesis' own --hypothesis-profile chooses.
-settings.register_profile("quick", max_examples=6000, deadline=None)
-settings.register_profile("ci", max_examples=6000, deadline=None, derandomize=True, database=None)
-settings.register_profile("peers", max_examples=1000, deadline=None)
-settings.register_profile("nightly", max_examples=100_000, deadline=None)
+PROFILES: dict[str, dict[str, Any]] = {
+    "quick": {"max_examples": 6000},
+    "ci": {"max_examples": 6000, "derandomize": True, "database": None},
+    "peers": {"max_examples": 1000},
+    "nightly": {"max_examples": 100_000},
+}
+for _name, _profile in PROFILES.items():
+    settings.register_profile(_name, deadline=None, **_profile)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() not in ("", "0", "false") else "quick")
 
 SESSION = pytest.StashKey[Any]()
@@ -189,7 +193,7 @@ def _load_profile(config: pytest.Config) -> None:
             settings.load_profile(name)
         except InvalidArgument as error:
             said = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"--hypothesis-profile {name}: {said}; there are quick, ci, peers and nightly.") from None
+            raise UsageError(f"--hypothesis-profile {name}: {said}; there are {', '.join(PROFILES)}.") from None
 
 
 def _device(asked: str | None, apart: bool) -> str:

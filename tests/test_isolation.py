@@ -30,6 +30,7 @@ from pagefuzz.fuzz.arena import EVERY, CpuArena
 from pagefuzz.fuzz.device_arena import DeviceArena
 from pagefuzz.fuzz.drawing import each_case
 from pagefuzz.fuzz.isolation import messages
+from pagefuzz.fuzz.isolation.endings import last_line
 from pagefuzz.fuzz.isolation.forks import channels, in_a_fork, of_adapters
 from pagefuzz.fuzz.isolation.messages import Recipe
 from pagefuzz.fuzz.isolation.parent import Isolated, is_checked_first
@@ -971,3 +972,13 @@ def test_n_auto_starts_no_more_workers_than_take_turns_well(monkeypatch: pytest.
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")
     config.getoption = lambda name: "cuda"
     assert plugin.pytest_xdist_auto_num_workers(config) is None
+
+
+def test_the_last_line_of_a_device_s_error_is_the_error_and_not_torch_s_advice() -> None:
+    said = (
+        'Traceback (most recent call last):\n  File "arena.py", line 1, in look\n'
+        "torch.AcceleratorError: CUDA error: misaligned address\n"
+        "Search for `cudaErrorMisalignedAddress' in the manual.\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    assert last_line(said) == "torch.AcceleratorError: CUDA error: misaligned address"

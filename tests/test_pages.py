@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pagefuzz.fuzz.plugin import PROFILES
 from pagefuzz.kernels.registry import Declaration
 from pagefuzz.oracles.invariant import invariants
 
@@ -100,7 +101,7 @@ def test_the_table_of_options_has_all() -> None:
 
 
 def test_the_table_of_profiles_has_all() -> None:
-    known = re.findall(r"register_profile\(\"(\w+)\", max_examples=([\d_]+)", (TREE / "fuzz/plugin.py").read_text())
+    known = [(name, profile["max_examples"]) for name, profile in PROFILES.items()]
     table = {first.split("`")[1]: rest for first, rest in rows(TREE / "README.md", "Profiles").items() if "`" in first}
     table.pop("--hypothesis-profile")
     assert known and set(table) == {name for name, _ in known}

@@ -29,6 +29,11 @@ DECLARED: dict[str, Any] = {
     "cache_layouts": ["contiguous", "hnd", "packed"],
     "devices": ["cuda"],
 }
+CUDA_CORES: dict[str, Any] = {
+    **DECLARED,
+    "group_sizes": [1, 2, 3, 4, 8],  # utils.cuh, DISPATCH_GQA_GROUP_SIZE
+    "unit_roundoff": {"weights": "input"},  # decode.cuh, tmp_v: parts of a split context lie in the output's dtype
+}
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
@@ -123,9 +128,7 @@ def _decode(
 
 @kernel(
     "paged_decode_attention",
-    group_sizes=[1, 2, 3, 4, 8],  # utils.cuh, DISPATCH_GQA_GROUP_SIZE
-    unit_roundoff={"weights": "input"},  # decode.cuh, tmp_v: the parts of a split context lie in the output's dtype
-    **DECLARED,
+    **CUDA_CORES,
 )
 def flashinfer_batch_decode(
     q: torch.Tensor,
@@ -140,9 +143,7 @@ def flashinfer_batch_decode(
 
 @kernel(
     "paged_decode_attention",
-    group_sizes=[1, 2, 3, 4, 8],  # this and the next as above
-    unit_roundoff={"weights": "input"},
-    **DECLARED,
+    **CUDA_CORES,
 )
 def flashinfer_batch_decode_any_stride(
     q: torch.Tensor,
